@@ -1,0 +1,95 @@
+"""`import attn_ext`: alone, quick, light, and one clear line where something is missing."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attn_ext
+from attn_ext import _C
+
+
+def run(code: str, *flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=False)
+
+
+def last_line(code: str, *flags: str) -> str:
+    """The line a user sees at the end of the traceback."""
+    result = run(code, *flags)
+    assert result.returncode == 1, result.stdout + result.stderr
+    return result.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the installed package alone in a folder."""
+    folder = tmp_path / "site"
+    shutil.copytree(Path(attn_ext.__file__).parent, folder / "attn_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(_C.__file__, folder / "attn_ext")
+    return folder
+
+
+def test_import_before_torch():
+    result = run("import attn_ext, torch; q = torch.ones(1, 2, 1, 4); print(attn_ext.attention(q, q, q).sum().item())")
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) == pytest.approx(8)
+
+
+def test_missing_torch(package: Path):
+    # -S: no site-packages, so no torch
+    line = last_line(f"import sys; sys.path.insert(0, {str(package)!r}); import attn_ext", "-S", "-E")
+    assert line == "ImportError: attn_ext needs torch >= 2.11, and no torch is installed: pip install torch"
+
+
+def test_broken_torch_is_not_called_missing(package: Path):
+    (package / "torch").mkdir()
+    (package / "torch/__init__.py").write_text("import a_library_that_torch_needs")
+    line = last_line(f"import sys; sys.path.insert(0, {str(package)!r}); import attn_ext")
+    assert line == "ModuleNotFoundError: No module named 'a_library_that_torch_needs'"
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "1.13.1+cu117", "2.9.1.dev20250901"])
+def test_old_torch(package: Path, version: str):
+    (package / "torch").mkdir()
+    (package / "torch/__init__.py").write_text(f"__version__ = {version!r}")
+    line = last_line(f"import sys; sys.path.insert(0, {str(package)!r}); import attn_ext")
+    assert line == f"ImportError: attn_ext needs torch >= 2.11, got torch {version}: pip install --upgrade torch"
+
+
+def test_wheel_for_another_python(package: Path):
+    module = next((package / "attn_ext").glob("_C.*.so"))
+    module.rename(module.with_name("_C.cpython-399-x86_64-linux-gnu.so"))
+    line = last_line(f"import sys; sys.path.insert(0, {str(package)!r}); import attn_ext")
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert line.startswith(f"ImportError: attn_ext is built for Python 3.99 and this is Python {running}")
+
+
+def test_not_compiled(package: Path):
+    next((package / "attn_ext").glob("_C.*.so")).unlink()
+    line = last_line(f"import sys; sys.path.insert(0, {str(package)!r}); import attn_ext")
+    assert line.startswith("ImportError: attn_ext has no compiled module")
+
+
+def test_import_time():
+    code = "import time, torch; t = time.perf_counter(); import attn_ext; print(time.perf_counter() - t)"
+    times = []
+    for _ in range(5):  # one quiet run is enough: other processes only ever add time
+        times.append(float(run(code).stdout))
+        if times[-1] <= 0.2:
+            return
+    pytest.fail(f"import attn_ext takes {min(times):.2f} s beyond torch's own, at most 0.2 is allowed: {times}")
+
+
+def test_imports_nothing_but_torch():
+    code = """
+import sys, torch
+before = {name.partition(".")[0] for name in sys.modules}
+import attn_ext
+added = {name.partition(".")[0] for name in sys.modules} - before - set(sys.stdlib_module_names)
+print(*sorted(added))
+"""
+    result = run(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["attn_ext"]
