@@ -20,21 +20,7 @@ from torch.nn import functional as F
 from attn_ext import ops
 from attn_ext.kv_cache import PagedKVCache, StepBatch
 
-__all__ = ["Attention", "Block", "Llama", "LlamaConfig", "RMSNorm", "RopeScaling", "SwiGLU", "rope_tables"]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's stretching of the rotary frequencies to a longer context (`rope_type` "llama3").
-
-    >>> RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192).factor
-    8.0
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_seq_len: int
+__all__ = ["Attention", "Block", "Llama", "LlamaConfig", "RMSNorm", "SwiGLU", "llama3_rope_factors", "rope_tables"]
 
 
 @dataclass
@@ -42,6 +28,7 @@ class LlamaConfig:
     """The shape of a Llama-family model.
 
     `head_dim` defaults to hidden_size / n_heads. `sliding_window` W lets a token see itself and the W - 1 before it.
+    `rope_factors` are divisors of the head_dim / 2 rotary frequencies (see `llama3_rope_factors`).
 
     >>> LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=16, n_layers=1, n_heads=2, n_kv_heads=1).head_dim
     4
@@ -57,7 +44,7 @@ class LlamaConfig:
     max_seq_len: int = 2048
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_factors: tuple[float, ...] | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -79,12 +66,21 @@ class LlamaConfig:
             self.head_dim = self.hidden_size // self.n_heads
         if self.head_dim % 2:
             raise ValueError(f"LlamaConfig: head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if self.rope_factors is not None and len(self.rope_factors) != self.head_dim // 2:
+            raise ValueError(
+                f"LlamaConfig: rope_factors must have head_dim / 2 ({self.head_dim // 2}) entries,"
+                f" got {len(self.rope_factors)}"
+            )
+
+
+def _rope_frequencies(head_dim: int, theta: float) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
 
 
 def rope_tables(
-    head_dim: int, max_seq_len: int, theta: float = 10000.0, scaling: RopeScaling | None = None, device="cpu"
+    head_dim: int, max_seq_len: int, theta: float = 10000.0, factors: tuple[float, ...] | None = None, device="cpu"
 ) -> tuple[Tensor, Tensor]:
-    """cos, sin float32 (max_seq_len, head_dim / 2) of the angles position * theta ** (-2i / head_dim).
+    """cos, sin float32 (max_seq_len, head_dim / 2) of the angles position * theta ** (-2i / head_dim) / factors[i].
 
     Frequencies and angles are rounded to float32, as in training: more exact angles would be other angles than
     those the model learned.
@@ -93,20 +89,30 @@ def rope_tables(
     >>> cos.shape, cos[0].tolist(), sin[0].tolist()
     (torch.Size([3, 2]), [1.0, 1.0], [0.0, 0.0])
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling is not None:
-        frequencies = _llama3_frequencies(frequencies, scaling)
+    frequencies = _rope_frequencies(head_dim, theta)
+    if factors is not None:
+        frequencies = frequencies / torch.tensor(factors, dtype=torch.float32, device="cpu")
     angles = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")[:, None] * frequencies
     return angles.cos().to(device), angles.sin().to(device)
 
 
-def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """High frequencies stay, low ones are divided by `factor`, those between are blended."""
-    turns = scaling.original_max_seq_len / (2 * math.pi / frequencies)  # in the original context
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+def llama3_rope_factors(
+    head_dim: int, theta: float, *, factor: float, low_freq_factor: float, high_freq_factor: float,
+    original_max_seq_len: int,
+) -> tuple[float, ...]:  # fmt: skip
+    """Llama 3's stretch to a longer context, as divisors of the rotary frequencies.
+
+    A frequency that makes at least `high_freq_factor` turns in the original context keeps its value (divisor 1), one
+    that makes at most `low_freq_factor` turns is divided by `factor`, and those between are blended.
+
+    >>> llama3_rope_factors(
+    ...     4, 10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64
+    ... )
+    (1.0, 8.0)
+    """
+    turns = original_max_seq_len * _rope_frequencies(head_dim, theta).double() / (2 * math.pi)
+    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return tuple((1 / ((1 - kept) / factor + kept)).tolist())
 
 
 class RMSNorm(nn.Module):
@@ -253,7 +259,7 @@ class Llama(nn.Module):
         """The (cos, sin, positions) that `qkv_projection_to_cache` takes, with the tables on the model's device."""
         if self._rope_tables is None or self._rope_tables[0].device != self.device:
             c = self.config
-            self._rope_tables = rope_tables(c.head_dim, c.max_seq_len, c.rope_theta, c.rope_scaling, self.device)
+            self._rope_tables = rope_tables(c.head_dim, c.max_seq_len, c.rope_theta, c.rope_factors, self.device)
         return (*self._rope_tables, positions)
 
     def forward(self, idx: Tensor) -> Tensor:

@@ -211,11 +211,15 @@ class GPT(nn.Module):
             }
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
+        self.tie_weights()
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
             if name.endswith("c_proj.weight"):  # the layers that write to the residual stream
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
+
+    def tie_weights(self) -> None:
+        """Make the token embedding and the head one parameter (again after weights were assigned)."""
+        self.lm_head.weight = self.transformer.wte.weight
 
     @staticmethod
     def _init_weights(module: nn.Module) -> None:

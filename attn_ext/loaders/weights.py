@@ -1,0 +1,69 @@
+"""What every loader shares: tensors taken by name with their shape checked, and a model built around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LoadError", "Weights", "build"]
+
+
+class LoadError(RuntimeError):
+    """A model could not be loaded; the message is one line that names the file and what is wrong with it."""
+
+
+class Weights:
+    """The tensors of one checkpoint, each read when it is taken.
+
+    `read(name)` gives the tensor. `source` names the checkpoint in errors. Taken tensors come in `dtype` on `device`.
+
+    >>> import torch
+    >>> weights = Weights("demo", ["w"], {"w": torch.ones(2, 3)}.__getitem__)
+    >>> weights.take("w", (2, 3)).shape
+    torch.Size([2, 3])
+    >>> weights.finish()                               # nothing is left over
+    """
+
+    def __init__(
+        self, source: str, names: Iterable[str], read: Callable[[str], Tensor], dtype=torch.float32, device="cpu"
+    ):
+        self.source, self.dtype, self.device = source, dtype, device
+        self.read = read
+        self._left = set(names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor `name`, which must exist and have `shape`; raises LoadError."""
+        if name not in self._left:
+            raise LoadError(f"{self.source}: tensor {name!r} is missing")
+        self._left.remove(name)
+        tensor = self.read(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise LoadError(f"{self.source}: tensor {name!r} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def ignore(self, unused: Callable[[str], bool]) -> None:
+        """Forget the tensors whose name `unused` accepts: buffers that are no weights."""
+        self._left = {name for name in self._left if not unused(name)}
+
+    def finish(self) -> None:
+        """Raise LoadError where a tensor was not taken: the checkpoint holds more than the model uses."""
+        if self._left:
+            name = min(self._left)
+            raise LoadError(f"{self.source}: unexpected tensor {name!r} ({len(self._left)} unexpected in all)")
+
+
+def build(model_class: type[nn.Module], config, weights: Weights, take: Callable[[Weights, str, tuple], Tensor]):
+    """A model in eval mode, without gradients, whose parameter `name` is `take(weights, name, shape)`."""
+    with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
+        model = model_class(config)
+    parameters = dict(model.named_parameters())  # a tied parameter once, under its first name
+    state = {name: take(weights, name, tuple(p.shape)) for name, p in parameters.items()}
+    weights.finish()
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
