@@ -12,7 +12,9 @@ from attn_ext import _C
 
 
 def run(code: str, *flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=False)
+    # In a folder without an attn_ext: -c looks into the current one first, and the source tree is not what is installed.
+    command = [sys.executable, *flags, "-c", code]
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
 
 
 def last_line(code: str, *flags: str) -> str:
@@ -69,7 +71,7 @@ def test_wheel_for_another_python(package: Path):
 def test_not_compiled(package: Path):
     next((package / "attn_ext").glob("_C.*.so")).unlink()
     line = last_line(f"import sys; sys.path.insert(0, {str(package)!r}); import attn_ext")
-    assert line.startswith("ImportError: attn_ext has no compiled module")
+    assert line.startswith(f"ImportError: attn_ext in {package / 'attn_ext'} has no compiled module: ")
 
 
 def test_import_time():
