@@ -12,7 +12,7 @@ from attn_ext import _C
 
 
 def run(code: str, *flags: str) -> subprocess.CompletedProcess:
-    # In a folder without an attn_ext: -c looks into the current one first, and the source tree is not what is installed.
+    # -c looks into the current folder first: not the source tree, whose attn_ext is not the installed one.
     command = [sys.executable, *flags, "-c", code]
     return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
 
