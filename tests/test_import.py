@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import attn_ext
 from attn_ext import _C
@@ -17,20 +18,31 @@ def run(code: str, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
 
 
-def last_line(code: str, *flags: str) -> str:
-    """The line a user sees at the end of the traceback."""
-    result = run(code, *flags)
-    assert result.returncode == 1, result.stdout + result.stderr
-    return result.stderr.strip().splitlines()[-1]
+class Package:
+    """A copy of the installed package, alone in a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.attn_ext = folder / "attn_ext"
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(Path(attn_ext.__file__).parent, self.attn_ext, ignore=ignored)
+        self.module = Path(shutil.copy(_C.__file__, self.attn_ext))
+
+    def add_torch(self, source: str) -> None:
+        (self.folder / "torch").mkdir()
+        (self.folder / "torch/__init__.py").write_text(source)
+
+    def import_error(self, *, site_packages: bool) -> str:
+        """The line that the user sees at the end of the traceback. -S: an interpreter without site-packages."""
+        path = [str(self.folder), *([str(Path(torch.__file__).parents[1])] if site_packages else [])]
+        result = run(f"import sys; sys.path[:0] = {path}; import attn_ext", "-S", "-E")
+        assert result.returncode == 1, result.stdout + result.stderr
+        return result.stderr.strip().splitlines()[-1]
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """A copy of the installed package alone in a folder."""
-    folder = tmp_path / "site"
-    shutil.copytree(Path(attn_ext.__file__).parent, folder / "attn_ext", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(_C.__file__, folder / "attn_ext")
-    return folder
+def package(tmp_path: Path) -> Package:
+    return Package(tmp_path)
 
 
 def test_import_before_torch():
@@ -39,39 +51,35 @@ def test_import_before_torch():
     assert float(result.stdout) == pytest.approx(8)
 
 
-def test_missing_torch(package: Path):
-    # -S: no site-packages, so no torch
-    line = last_line(f"import sys; sys.path.insert(0, {str(package)!r}); import attn_ext", "-S", "-E")
+def test_missing_torch(package: Package):
+    line = package.import_error(site_packages=False)
     assert line == "ImportError: attn_ext needs torch >= 2.11, and no torch is installed: pip install torch"
 
 
-def test_broken_torch_is_not_called_missing(package: Path):
-    (package / "torch").mkdir()
-    (package / "torch/__init__.py").write_text("import a_library_that_torch_needs")
-    line = last_line(f"import sys; sys.path.insert(0, {str(package)!r}); import attn_ext")
+def test_broken_torch_is_not_called_missing(package: Package):
+    package.add_torch("import a_library_that_torch_needs")
+    line = package.import_error(site_packages=False)
     assert line == "ModuleNotFoundError: No module named 'a_library_that_torch_needs'"
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "1.13.1+cu117", "2.9.1.dev20250901"])
-def test_old_torch(package: Path, version: str):
-    (package / "torch").mkdir()
-    (package / "torch/__init__.py").write_text(f"__version__ = {version!r}")
-    line = last_line(f"import sys; sys.path.insert(0, {str(package)!r}); import attn_ext")
+def test_old_torch(package: Package, version: str):
+    package.add_torch(f"__version__ = {version!r}")
+    line = package.import_error(site_packages=False)
     assert line == f"ImportError: attn_ext needs torch >= 2.11, got torch {version}: pip install --upgrade torch"
 
 
-def test_wheel_for_another_python(package: Path):
-    module = next((package / "attn_ext").glob("_C.*.so"))
-    module.rename(module.with_name("_C.cpython-399-x86_64-linux-gnu.so"))
-    line = last_line(f"import sys; sys.path.insert(0, {str(package)!r}); import attn_ext")
+def test_wheel_for_another_python(package: Package):
+    package.module.rename(package.attn_ext / "_C.cpython-399-x86_64-linux-gnu.so")
+    line = package.import_error(site_packages=True)
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert line.startswith(f"ImportError: attn_ext is built for Python 3.99 and this is Python {running}")
 
 
-def test_not_compiled(package: Path):
-    next((package / "attn_ext").glob("_C.*.so")).unlink()
-    line = last_line(f"import sys; sys.path.insert(0, {str(package)!r}); import attn_ext")
-    assert line.startswith(f"ImportError: attn_ext in {package / 'attn_ext'} has no compiled module: ")
+def test_not_compiled(package: Package):
+    package.module.unlink()
+    line = package.import_error(site_packages=True)
+    assert line.startswith(f"ImportError: attn_ext in {package.attn_ext} has no compiled module: ")
 
 
 def test_import_time():
