@@ -284,50 +284,32 @@ class GPT(nn.Module):
         `temperature=0` takes the most likely token and draws no random number. `top_k` above the vocabulary means
         all of it. Raises ValueError for an empty prompt, a negative temperature or max_new_tokens, and top_k < 1.
         """
-        if idx.dim() != 2 or idx.shape[1] == 0:
-            raise ValueError(f"generate: idx must be (B, T) with T >= 1, got shape {tuple(idx.shape)}")
+        if idx.dim() != 2 or 0 in idx.shape:
+            raise ValueError(f"generate: idx must be (B, T) with B and T >= 1, got shape {tuple(idx.shape)}")
         if max_new_tokens < 0:
             raise ValueError(f"generate: max_new_tokens must be >= 0, got {max_new_tokens}")
         if not temperature >= 0:
             raise ValueError(f"generate: temperature must be >= 0, got {temperature}")
         if top_k is not None and top_k < 1:
             raise ValueError(f"generate: top_k must be >= 1 or None, got {top_k}")
-        rows, context = idx.shape[0], self.config.block_size
-        length = min(idx.shape[1] + max_new_tokens, context)
-        block_size = 16
-        blocks = -(-length // block_size)
+        rows, context, block_size = idx.shape[0], self.config.block_size, 16
+        blocks = -(-min(idx.shape[1] + max_new_tokens, context) // block_size)
         cache = PagedKVCache(
-            self.n_layers, self.n_kv_heads, self.head_dim,
-            num_blocks=rows * blocks, block_size=block_size, dtype=self.dtype, device=self.device,
+            self.n_layers, self.n_kv_heads, self.head_dim, num_blocks=rows * blocks, block_size=block_size,
+            dtype=self.dtype, device=self.device, prefix_cache=False,
         )  # fmt: skip
-        block_table = torch.arange(rows * blocks, dtype=torch.int32, device=idx.device).view(rows, blocks)
-        cached = 0
+        sequences = [cache.add_sequence() for _ in range(rows)]
         for _ in range(max_new_tokens):
-            if idx.shape[1] > context:
-                cached = 0  # the window moved on: every token has a new position, so nothing cached holds
-            window = idx[:, -context:]
-            logits = self.forward_paged(_step(window[:, cached:], cached, block_table, block_size), cache)
-            cached = window.shape[1]
+            if idx.shape[1] > context:  # the window moved on: every token has a new position, nothing cached holds
+                for sequence in sequences:
+                    cache.free(sequence)
+                sequences = [cache.add_sequence() for _ in range(rows)]
+            new = idx[:, -context:][:, cache.length(sequences[0]) :]
+            batch = cache.prepare(zip(sequences, new.tolist(), strict=True))
+            logits = self.forward_paged(batch, cache)
+            cache.commit(batch)
             idx = torch.cat([idx, _sample(logits, temperature, top_k)], dim=1)
         return idx
-
-
-def _step(tokens: Tensor, start: int, block_table: Tensor, block_size: int) -> StepBatch:
-    """The step that puts tokens (B, T) at positions `start` ... of B sequences, and wants each one's last logits."""
-    (rows, t), device = tokens.shape, tokens.device
-    positions = torch.arange(start, start + t, device=device)
-    slots = block_table.long()[:, positions // block_size] * block_size + positions % block_size
-    cu_seqlens_q = torch.arange(0, rows * t + 1, t, dtype=torch.int32, device=device)
-    return StepBatch(
-        tokens=tokens.flatten(),
-        positions=positions.repeat(rows),
-        slot_mapping=slots.flatten(),
-        cu_seqlens_q=cu_seqlens_q,
-        seq_lens=torch.full((rows,), start + t, dtype=torch.int32, device=device),
-        block_table=block_table,
-        max_seqlen_q=t,
-        logit_rows=cu_seqlens_q[1:].long() - 1,
-    )
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:

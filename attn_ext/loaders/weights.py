@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["LoadError", "Weights", "build"]
 
@@ -57,9 +58,19 @@ class Weights:
             raise LoadError(f"{self.source}: unexpected tensor {name!r} ({len(self._left)} unexpected in all)")
 
 
+class _NoInit(TorchFunctionMode):
+    """Skips torch.nn.init: on meta tensors it does nothing but import a second's worth of torch."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 def build(model_class: type[nn.Module], config, weights: Weights, take: Callable[[Weights, str, tuple], Tensor]):
     """A model in eval mode, without gradients, whose parameter `name` is `take(weights, name, shape)`."""
-    with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
+    with torch.device("meta"), _NoInit():  # no memory and no random numbers for weights that are replaced at once
         model = model_class(config)
     parameters = dict(model.named_parameters())  # a tied parameter once, under its first name
     state = {name: take(weights, name, tuple(p.shape)) for name, p in parameters.items()}
