@@ -1,0 +1,49 @@
+"""Fixtures of every test: the backend that runs the ops, the dtype, and settings that a test must not leak."""
+
+import pytest
+import torch
+
+import attn_ext
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _dtypes(backend: str) -> list[torch.dtype]:
+    """float64 exists on the scalar backend only."""
+    return [*DTYPES, torch.float64] if backend == "scalar" else DTYPES
+
+
+def _name(value) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def pytest_generate_tests(metafunc):
+    """A test that asks for `backend` runs on each one usable here; one that asks for `dtype` too, on all of its dtypes."""
+    wants = metafunc.fixturenames
+    if "backend" in wants and "dtype" in wants:
+        pairs = [(backend, dtype) for backend in attn_ext.backends() for dtype in _dtypes(backend)]
+        metafunc.parametrize("backend,dtype", pairs, ids=lambda value: _name(value), indirect=["backend"])
+    elif "backend" in wants:
+        metafunc.parametrize("backend", attn_ext.backends(), indirect=True)
+    elif "dtype" in wants:
+        metafunc.parametrize("dtype", DTYPES, ids=_name)
+
+
+@pytest.fixture
+def backend(request):
+    """The name of a backend, in force while the test runs."""
+    with attn_ext.use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def threads():
+    """`torch.set_num_threads`, put back after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

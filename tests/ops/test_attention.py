@@ -1,0 +1,208 @@
+"""attention, attention_varlen and paged_attention: one problem, presented in three ways."""
+
+import math
+
+import pytest
+import torch
+from problems import (
+    Case,
+    build,
+    check_accuracy,
+    check_same,
+    random_case,
+    run_dense,
+    run_each,
+    run_paged,
+    run_varlen,
+)
+from tolerance import assert_same_bits
+
+import attn_ext
+from attn_ext import reference
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+LENGTHS = [(1, 1), (1, 2), (2, 1), (5, 3), (6, 6), (7, 7), (1, 63), (3, 64), (1, 65), (12, 127), (13, 129), (0, 5), (3, 0)]
+LONG = [(1, 511), (1, 512), (2, 513), (1, 1025), (7, 577)]
+CASES = [
+    *(Case(((7, 7), (1, 65), (3, 10)), head_dim=d) for d in (1, 3, 7, 16, 64, 80, 96, 128, 256, 300)),
+    *(Case((pair,), heads=(3, 1), head_dim=d) for pair in LENGTHS for d in (8, 64)),
+    *(Case((pair,), head_dim=32) for pair in LONG),
+    Case(((1, 1025), (600, 600), (2, 3)), head_dim=8),  # splits of 512 keys, long and short rows together
+    *(Case(((5, 70), (1, 9)), heads=heads) for heads in ((1, 1), (2, 2), (3, 1), (4, 1), (8, 1), (6, 2), (6, 3), (8, 8))),
+    # every option alone
+    Case(((5, 70), (70, 5)), causal=False),
+    Case(((5, 70), (70, 5)), scale=0.0),
+    Case(((5, 70), (70, 5)), scale=-0.7),
+    *(Case(((9, 140), (70, 70)), window=w) for w in ((0, 0), (3, -1), (64, 0), (100, 7))),
+    *(Case(((9, 140), (70, 70)), causal=False, window=w) for w in ((0, 0), (-1, 3), (3, -1), (64, 64), (2, 30))),
+    *(Case(((5, 70), (70, 5)), softcap=c, magnitude=3.0) for c in (0.5, 20.0)),
+    *(Case(((5, 70), (70, 5)), heads=(4, 2), alibi=a, causal=c) for a in ("h", "bh") for c in (True, False)),
+    Case(((5, 70), (70, 5), (3, 0)), heads=(4, 2), sinks=True),
+    *(Case(((5, 70), (5, 70)), causal=False, mask=m) for m in ("", "k", "q", "qk", "b", "bk", "hqk", "bhqk")),
+    *(Case(((5, 70), (5, 70)), causal=False, bias=m) for m in ("", "k", "q", "qk", "b", "bk", "hqk", "bhqk")),
+    Case(((5, 70), (9, 9)), bias="bhqk", bias_in_q_dtype=True),
+    Case(((70, 70),), heads=(8, 2), head_dim=64, mask="bqk", bias="h", window=(40, -1), softcap=5.0, alibi="h", sinks=True),
+    # scores of about 1e4: one key takes it all
+    Case(((5, 70), (9, 9)), head_dim=64, magnitude=100.0, scale=0.2),
+    *(random_case(seed) for seed in range(48)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_presentation(case, dtype):
+    """As accurate as torch; the same to the bit as one by one, as a dense batch, and over pages of any size."""
+    problem = build(case, dtype)
+    varlen = run_varlen(problem)
+    check_accuracy(case, dtype, *varlen, "varlen")
+    check_same(run_each(problem), varlen, "one by one")
+    check_same(run_paged(problem, 16, "HND"), varlen, "paged, block size 16")
+    check_same(run_paged(problem, 5, "interleaved"), varlen, "paged, block size 5")
+    if len(set(case.lens)) == 1:
+        check_same(run_dense(problem), varlen, "dense")
+        check_same(run_paged(problem, 64, "NHD", ragged=False), varlen, "paged, dense queries")
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 128, 300])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "interleaved"])
+def test_block_sizes(block_size, layout):
+    case = Case(((5, 130), (1, block_size), (1, block_size + 1), (2, 3 * block_size)), heads=(4, 2), head_dim=24)
+    problem = build(case, torch.float32)
+    check_same(run_paged(problem, block_size, layout), run_varlen(problem), "paged")
+
+
+def test_lse_is_optional(dtype):
+    problem = build(Case(((5, 70), (5, 70))), dtype)
+    q, k, v = torch.stack(problem.q), torch.stack(problem.k), torch.stack(problem.v)
+    out, _ = attn_ext.attention(q, k, v, causal=True, return_lse=True)
+    assert_same_bits(attn_ext.attention(q, k, v, causal=True), out)
+
+
+def test_defaults():
+    """attention and attention_varlen see everything, paged_attention is causal; scale is 1/sqrt(D)."""
+    case = Case(((5, 7), (5, 7)), head_dim=16)
+    problem = build(case, torch.float32)
+    q, k, v = torch.stack(problem.q), torch.stack(problem.k), torch.stack(problem.v)
+    everything = attn_ext.attention(q, k, v, causal=False, scale=0.25)
+    assert_same_bits(attn_ext.attention(q, k, v), everything)
+    cu_q, cu_k = torch.tensor([0, 5, 10], dtype=torch.int32), torch.tensor([0, 7, 14], dtype=torch.int32)
+    varlen = attn_ext.attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_q, cu_k)
+    assert_same_bits(varlen, everything.flatten(0, 1))
+    table, lens = torch.tensor([[0], [1]], dtype=torch.int32), torch.tensor([7, 7], dtype=torch.int32)
+    assert_same_bits(attn_ext.paged_attention(q, k, v, table, lens), attn_ext.attention(q, k, v, causal=True))
+
+
+def test_max_seqlen_is_a_hint_only(dtype):
+    case = Case(((5, 70), (1, 9)))
+    problem = build(case, dtype)
+    q, k, v = torch.cat(problem.q), torch.cat(problem.k), torch.cat(problem.v)
+    cu_q, cu_k = torch.tensor([0, 5, 6], dtype=torch.int32), torch.tensor([0, 70, 79], dtype=torch.int32)
+    given = attn_ext.attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=5, max_seqlen_k=70)
+    assert_same_bits(given, attn_ext.attention_varlen(q, k, v, cu_q, cu_k))
+
+
+# -------------------------------------------------------------------------------- what must not reach an output
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("tq", "tk"), [(7, 7), (6, 70), (3, 64), (65, 65), (2, 600)])
+def test_poison_at_unseen_keys_changes_nothing(tq, tk, poison, dtype):
+    """Row by row, keys the row does not see hold NaN or inf, in K and in V; each of causal, window, mask in turn."""
+    problem = build(Case(((tq, tk),), heads=(2, 1), head_dim=8), dtype)
+    q, k, v = problem.q[0][None], problem.k[0][None], problem.v[0][None]
+    mask = torch.rand(1, 1, tq, tk) < 0.5
+    i, j = torch.arange(tq)[:, None] + tk - tq, torch.arange(tk)
+    for options, seen in (
+        ({"causal": True}, j <= i),
+        ({"window": (3, 2)}, (j >= i - 3) & (j <= i + 2)),
+        ({"causal": True, "window": (70, -1)}, (j <= i) & (j >= i - 70)),
+        ({"mask": mask}, mask[0, 0]),
+    ):
+        out, lse = attn_ext.attention(q, k, v, return_lse=True, **options)
+        assert torch.isfinite(out).all()
+        for row in {0, tq // 2, tq - 1}:
+            unseen = ~seen[row]
+            bad_k, bad_v = k.clone(), v.clone()
+            bad_k[:, unseen] = poison
+            bad_v[:, unseen] = poison
+            bad_out, bad_lse = attn_ext.attention(q, bad_k, bad_v, return_lse=True, **options)
+            assert_same_bits(bad_out[:, row], out[:, row], f"{options}, row {row}")
+            assert_same_bits(bad_lse[..., row], lse[..., row], f"{options}, row {row}: lse")
+
+
+def test_minus_inf_bias_hides_a_value(dtype):
+    """A key whose score is -inf is not seen: a NaN in its value stays there."""
+    problem = build(Case(((5, 70),), head_dim=8), dtype)
+    q, k, v = problem.q[0][None], problem.k[0][None], problem.v[0][None]
+    bias = torch.zeros(1, 1, 1, 70, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    bias[..., 3::2] = -math.inf
+    out = attn_ext.attention(q, k, v, bias=bias)
+    v[:, 3::2] = math.nan
+    assert torch.isfinite(out).all()
+    assert_same_bits(attn_ext.attention(q, k, v, bias=bias), out)
+
+
+# ------------------------------------------------------------------------------------ extremes that are visible
+
+
+def _like_reference(q, k, v, **options):
+    """NaN and inf where the reference has them, and finite values close to it."""
+    out, lse = attn_ext.attention(q, k, v, return_lse=True, **options)
+    exact, exact_lse = reference.attention(q, k, v, return_lse=True, **options)
+    torch.testing.assert_close(out, exact, equal_nan=True)
+    torch.testing.assert_close(lse, exact_lse, equal_nan=True)
+    return out
+
+
+@pytest.mark.parametrize("tk", [5, 64, 70, 600])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_visible_nan_and_inf_propagate(bad, tk, dtype):
+    problem = build(Case(((4, tk),), heads=(2, 1), head_dim=8), dtype)
+    q, k, v = problem.q[0][None], problem.k[0][None], problem.v[0][None]
+    clean = attn_ext.attention(q, k, v, causal=True)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        dirty = {"q": q, "k": k, "v": v}
+        dirty[name] = x.clone()
+        dirty[name][0, -2, 0, 3] = bad
+        out = _like_reference(**dirty, causal=True)
+        if name != "q":  # the last key but one: seen by the last two rows only
+            assert_same_bits(out[:, :2], clean[:, :2])
+        else:
+            assert_same_bits(out[:, [0, 1, 3]], clean[:, [0, 1, 3]])
+    _like_reference(q, k * 0 + bad, v, causal=True)
+    _like_reference(q, k, v * 0 + bad, causal=True)
+
+
+def test_large_scores_that_cancel(dtype):
+    """All scores equal and huge: the mean, without overflow."""
+    q = torch.full((1, 3, 2, 4), 64.0, dtype=dtype)
+    k, v = torch.full((1, 70, 1, 4), 64.0, dtype=dtype), torch.arange(70.0, dtype=dtype).reshape(1, 70, 1, 1).repeat(1, 1, 1, 4)
+    out, lse = attn_ext.attention(q, k, v, scale=10.0, return_lse=True)
+    torch.testing.assert_close(out, torch.full_like(out, 34.5))
+    torch.testing.assert_close(lse, torch.full_like(lse, 163840.0 + math.log(70)))
+
+
+def test_overflowing_scores_like_reference():
+    """Products past the largest float32: inf where the reference has inf, as NaN rows or unseen keys."""
+    q = torch.full((1, 2, 1, 4), 1e30)
+    q[0, 1] = 1.0
+    k = torch.ones(1, 70, 1, 4)
+    k[0, 3], k[0, 69] = -1e30, 1e30
+    _like_reference(q, k, torch.randn(1, 70, 1, 4), scale=1.0)
+    _like_reference(-q, k, torch.randn(1, 70, 1, 4), scale=1.0)
+
+
+@pytest.mark.parametrize("tiny", [1e-45, 1e-40, 1.2e-38])
+def test_denormals(tiny, backend):
+    q, k, v = torch.randn(1, 5, 2, 8), torch.randn(1, 70, 1, 8), torch.rand(1, 70, 1, 8) * tiny
+    out = attn_ext.attention(q, k, v)
+    exact = reference.attention(q.double(), k.double(), v.double())
+    assert (out.double() - exact).abs().max() <= 100 * 2**-149  # some hundred terms, each rounded to a denormal
+    lse = attn_ext.attention(q * tiny, k, v, return_lse=True)[1]
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(70)))
+
+
+def test_smallest_half_values():
+    """float16 below its normal range is read and written exactly."""
+    v = torch.full((1, 1, 1, 8), 2.0**-24, dtype=torch.float16)
+    assert_same_bits(attn_ext.attention(torch.zeros_like(v), torch.zeros_like(v), v), v)

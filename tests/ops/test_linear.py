@@ -1,0 +1,122 @@
+"""linear: activation(x @ weight.T + bias) + residual."""
+
+import pytest
+import torch
+from tolerance import assert_as_accurate_as_torch, assert_same_bits
+
+import attn_ext
+from attn_ext import reference
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+# 0, 1, primes, and one less and more than what kernels cut the work into: 6 rows, 16, 32 or 64 columns, 256 terms
+SHAPES = [
+    (0, 8, 8), (8, 0, 8), (8, 8, 0), (1, 1, 1), (1, 7, 3), (2, 16, 15), (3, 17, 16), (5, 31, 17), (6, 32, 31), (7, 33, 32),
+    (11, 64, 33), (12, 63, 63), (13, 65, 64), (1, 255, 65), (6, 256, 97), (7, 257, 127), (18, 300, 129), (1, 520, 40),
+    (97, 24, 10), (64, 128, 192),
+]  # fmt: skip
+ACTIVATIONS = [None, "gelu", "gelu_tanh", "silu"]
+
+
+def _exact_and_plain(x, weight, bias, **options):
+    with reference.precision(torch.float64):
+        exact = reference.linear(x, weight, bias, **options)
+    with reference.precision(x.dtype):
+        plain = reference.linear(x, weight, bias, **options)
+    return exact, plain
+
+
+def check(x, weight, bias=None, what="linear", **options):
+    out = attn_ext.linear(x, weight, bias, **options)
+    exact, plain = _exact_and_plain(x, weight, bias, **options)
+    terms = x.double().abs() @ weight.double().abs().T
+    for added in (bias, options.get("residual")):
+        terms = terms if added is None else terms + added.double().abs()
+    assert out.dtype == x.dtype
+    assert_as_accurate_as_torch(out, exact, plain, terms=terms.max().item() if terms.numel() else 0.0, what=what)
+    return out
+
+
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+def test_shapes(m, k, n, dtype):
+    x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+    bias, residual = torch.randn(n).to(dtype), torch.randn(m, n).to(dtype)
+    check(x, weight)
+    check(x, weight, bias)
+    check(x, weight, bias, activation="gelu_tanh", residual=residual)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_epilogues(activation, has_bias, has_residual, dtype):
+    """The residual is added after the activation."""
+    x, weight = torch.randn(2, 7, 40).to(dtype), torch.randn(37, 40).to(dtype) / 6
+    bias = torch.randn(37).to(dtype) if has_bias else None
+    residual = torch.randn(2, 7, 37).to(dtype) if has_residual else None
+    check(x, weight, bias, activation=activation, residual=residual)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_activation_everywhere(activation, dtype):
+    """Along the whole line, tails and zeros included; NaN stays NaN."""
+    x = torch.cat([torch.linspace(-40, 40, 1601), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e4, -1e4])])
+    x = x.to(dtype).reshape(-1, 1)
+    one = torch.ones(1, 1, dtype=dtype)
+    check(x, one, activation=activation)
+    out = attn_ext.linear(torch.full((1, 1), torch.nan, dtype=dtype), one, activation=activation)
+    assert out.isnan().all()
+    out = attn_ext.linear(torch.full((1, 1), torch.inf, dtype=dtype), one, activation=activation)
+    assert out.item() == torch.inf
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_activation_is_relatively_accurate_near_zero(activation, backend):
+    """Small values keep their leading bits: gelu(x) = x/2 + ..., silu(x) = x/2 + ..."""
+    x = torch.tensor([1e-3, -1e-3, 1e-6, -1e-6, 1e-12, 1e-30]).reshape(-1, 1)
+    exact = reference.linear(x.double(), torch.ones(1, 1, dtype=torch.float64), activation=activation)
+    out = attn_ext.linear(x, torch.ones(1, 1), activation=activation)
+    torch.testing.assert_close(out.double(), exact, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (3, 40), (2, 3, 40), (2, 1, 3, 40), (0, 3, 40), (2, 0, 40)])
+def test_any_number_of_leading_dims(shape, dtype):
+    x, weight = torch.randn(shape).to(dtype), torch.randn(9, 40).to(dtype)
+    residual = torch.randn(*shape[:-1], 9).to(dtype)
+    assert check(x, weight, residual=residual).shape == (*shape[:-1], 9)
+
+
+def test_rows_and_columns_stand_alone(dtype):
+    """A row does not depend on the other rows, nor a column on the other columns, to the bit."""
+    x, weight, bias = torch.randn(29, 300).to(dtype), torch.randn(131, 300).to(dtype), torch.randn(131).to(dtype)
+    full = attn_ext.linear(x, weight, bias, activation="gelu")
+    for rows in ((0, 1), (28, 29), (5, 11), (3, 20)):
+        part = attn_ext.linear(x[slice(*rows)], weight, bias, activation="gelu")
+        assert_same_bits(part, full[slice(*rows)], f"rows {rows}")
+    for columns in ((0, 1), (130, 131), (15, 17), (64, 131), (1, 66)):
+        part = attn_ext.linear(x, weight[slice(*columns)], bias[slice(*columns)], activation="gelu")
+        assert_same_bits(part, full[:, slice(*columns)], f"columns {columns}")
+
+
+def test_result_is_contiguous_and_new(dtype):
+    x, weight = torch.randn(4, 3, 8).to(dtype), torch.randn(5, 8).to(dtype)
+    residual = torch.randn(4, 3, 5).to(dtype)
+    kept = residual.clone()
+    out = attn_ext.linear(x.transpose(0, 1), weight, residual=residual.transpose(0, 1))
+    assert out.is_contiguous()
+    assert_same_bits(residual, kept)
+
+
+def test_large_and_small_magnitudes(dtype):
+    for size in (1e-3, 100.0):
+        check(torch.randn(7, 65).to(dtype) * size, torch.randn(33, 65).to(dtype), torch.randn(33).to(dtype) * size)
+
+
+def test_nan_stays_in_its_row(dtype):
+    x, weight = torch.randn(13, 65).to(dtype), torch.randn(33, 65).to(dtype)
+    clean = attn_ext.linear(x, weight)
+    x[6, 64] = torch.nan
+    out = attn_ext.linear(x, weight)
+    assert out[6].isnan().all()
+    keep = [i for i in range(13) if i != 6]
+    assert_same_bits(out[keep], clean[keep])
