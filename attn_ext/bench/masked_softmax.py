@@ -1,0 +1,34 @@
+"""`masked_softmax`, causal, against torch's scale, masked_fill and softmax: the middle of nanoGPT's explicit path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from attn_ext.bench.timer import Case
+
+
+def cases() -> Iterator[Case]:
+    import attn_ext
+
+    h, t, scale = 12, 1024, 0.125
+    above_diagonal = torch.ones(t, t, dtype=torch.bool).triu(1)
+
+    def in_torch(scores):
+        return torch.softmax((scores * scale).masked_fill(above_diagonal, float("-inf")), dim=-1)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        yield Case(
+            op="masked_softmax",
+            shape=f"(1,{h},{t},{t}) causal",
+            dtype=dtype,
+            make=lambda dtype=dtype: (torch.randn(1, h, t, t).to(dtype),),
+            candidates={
+                "attn_ext": lambda scores: attn_ext.masked_softmax(scores, causal=True, scale=scale),
+                "torch": in_torch,
+            },
+            # Only the lower triangle need be read; every element is written.
+            bytes=h * (t * (t + 1) // 2 + t * t) * dtype.itemsize,
+            flops=5 * h * t * (t + 1) // 2,
+        )

@@ -1,0 +1,3 @@
+from attn_ext.cli import main
+
+main()

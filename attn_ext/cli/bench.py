@@ -1,0 +1,80 @@
+"""`attn-ext bench`: the speed table."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from typing import Annotated
+
+import typer
+
+from attn_ext.cli.common import Threads, UserError, command, console, cpu_name, prepare
+
+
+@command
+def bench(
+    op: Annotated[list[str] | None, typer.Option(help="Only this op. May be given several times.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Under 30 s, with less steady numbers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, on stdout.")] = False,
+    threads: Threads = None,
+) -> None:
+    """Time each op against torch on this machine: medians in turn on fresh data, and the machine's own limits."""
+    prepare(threads)
+    import torch
+
+    import attn_ext
+    from attn_ext import bench as measure
+
+    unknown = set(op or ()) - set(measure.OPS)
+    if unknown:
+        raise UserError(f"--op must be one of {', '.join(measure.OPS)}, got {', '.join(sorted(unknown))}")
+    progress = console(stderr=True)
+    with torch.no_grad(), progress.status("measuring this machine's limits") as status:
+        limits = measure.measure_limits(1.5 if quick else 6.0)
+        rows = []
+        for row in measure.run(op, limits=limits, quick=quick):
+            rows.append(row)
+            status.update(f"{len(rows)} rows measured, last: {row.case.op} {row.case.shape}")
+    machine = {
+        "attn_ext": attn_ext.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "backend": attn_ext.backends()[0],
+        "read_bytes_per_s": limits.read_bytes_per_s,
+        "flops_per_s": {str(d).removeprefix("torch."): rate for d, rate in limits.flops_per_s.items()},
+    }
+    if as_json:
+        json.dump({"machine": machine, "rows": [row.as_dict() for row in rows]}, sys.stdout, indent=1)
+        print()
+        return
+    _print_table(machine, rows)
+
+
+def _print_table(machine: dict, rows: list) -> None:
+    from rich.table import Table
+
+    out = console()
+    out.print(f"{machine['cpu']}, {machine['threads']} threads, backend {machine['backend']}, torch {machine['torch']}")
+    rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s {dtype}" for dtype, rate in machine["flops_per_s"].items())
+    out.print(f"measured limits: {machine['read_bytes_per_s'] / 1e9:.1f} GB/s read, {rates} (best matrix product)")
+    table = Table(caption="median ms (25th … 75th percentile); x torch: torch's time over ours; limit: the least time "
+                  "the limits allow over ours", caption_justify="left")  # fmt: skip
+    for name in ("op", "shape", "dtype", "attn_ext ms", "torch ms", "x torch", "rate", "limit"):
+        table.add_column(name, justify="left" if name in ("op", "shape", "dtype") else "right", no_wrap=True)
+    for row in rows:
+        case, ours = row.case, row.ours.median
+        by_memory = case.bytes / machine["read_bytes_per_s"] >= row.least_seconds
+        rate = f"{case.bytes / ours / 1e9:.1f} GB/s" if by_memory else f"{case.flops / ours / 1e9:.0f} GFLOP/s"
+        table.add_row(
+            case.op, case.shape, str(case.dtype).removeprefix("torch."), _ms(row.ours), _ms(row.torch),
+            f"{row.ratio:.2f}", rate, f"{row.share_of_limit:.0%}",
+        )  # fmt: skip
+    out.print(table)
+
+
+def _ms(timing) -> str:
+    low, high = (1e3 * s for s in timing.spread)
+    return f"{1e3 * timing.median:.3f} ({low:.3f} … {high:.3f})"

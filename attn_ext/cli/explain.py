@@ -1,0 +1,64 @@
+"""`attn-ext explain`: every stage of one layer, and what its heads make of a prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attn_ext.cli.common import Model, OptionalDtype, Threads, UserError, command, console, load, prepare
+
+
+@command
+def explain(
+    prompt: Annotated[str, typer.Argument(help='A short text, "My hobby is".')],
+    model: Model = "smollm2",
+    layer: Annotated[int, typer.Option(help="Which layer, from 0; negative ones count from the last.")] = 0,
+    head: Annotated[int | None, typer.Option(help="Only this head. Default: all of them.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A .png or .html to write. Default: print to the terminal.")
+    ] = None,
+    dtype: OptionalDtype = None,
+    threads: Threads = None,
+) -> None:
+    """Show every stage of one layer with its shape, and each head's scores, weights and value-weighted outputs."""
+    if output is not None and output.suffix not in (".png", ".html"):
+        raise UserError(f"--output must end in .png or .html, got {output}")
+    prepare(threads)
+    from attn_ext.explain import explain as take_apart
+
+    if output is not None and output.suffix == ".png":
+        try:
+            from attn_ext.cli.render_png import save_png
+        except ImportError as error:
+            raise UserError(f"a .png needs matplotlib: pip install 'attn_ext[plot]' ({error})") from error
+    network, tokenizer = load(model, dtype)
+    tokens = tokenizer.encode(prompt)
+    try:
+        explanation = take_apart(network, tokens, layer=layer, head=head)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    labels = [_label(tokenizer.decode([token])) for token in tokens]
+
+    if output is None:
+        from attn_ext.cli.render_text import print_text
+
+        print_text(explanation, labels, prompt, console())
+        return
+    try:
+        if output.suffix == ".png":
+            save_png(explanation, labels, prompt, output)
+        else:
+            from attn_ext.cli.render_html import save_html
+
+            save_html(explanation, labels, prompt, output)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from error
+    print(f"{output}: layer {explanation.layer}, {len(explanation.heads)} of {explanation.n_heads} heads")
+
+
+def _label(token: str) -> str:
+    """A token as an axis label: spaces and line ends become visible, and a long one is cut."""
+    text = token.replace(" ", "·").replace("\n", "↵").replace("\t", "→")
+    return text if len(text) <= 12 else text[:11] + "…"
