@@ -404,15 +404,19 @@ class Engine:
         """
         preempted = False
         while self._blocks_needed(plan) > self.cache.allocator.num_available:
-            request = self._running.pop()
-            plan.pop(request, None)
-            self.cache.free(request.sequence)
-            request.sequence = None
-            request.preemptions += 1
-            self._preemptions += 1
-            self._waiting.appendleft(request)
+            plan.pop(self._preempt_newest(), None)
             preempted = True
         return preempted
+
+    def _preempt_newest(self) -> _Request:
+        """The newest running request gives up its blocks and waits to be computed again, its generated tokens too."""
+        request = self._running.pop()
+        self.cache.free(request.sequence)
+        request.sequence = None
+        request.preemptions += 1
+        self._preemptions += 1
+        self._waiting.appendleft(request)
+        return request
 
     def _blocks_needed(self, plan: dict[_Request, int]) -> int:
         return sum(self.cache.blocks_needed(request.sequence, n) for request, n in plan.items())
