@@ -1,0 +1,446 @@
+"""The ops: what users call, with shapes, dtypes and errors; beside each, what torch.compile needs to know of it.
+
+Every op takes float32, bfloat16, float16 and float64 tensors (float64 always runs on the `scalar` backend) with any
+strides that have a unit last one, computes scores, softmax and sums in float32 (float64 for float64), and gives
+results whose bits depend on a row's own inputs only: not on the batch, the page layout, the chunking of a prefill or
+the number of threads. A bad argument raises RuntimeError with one line that names the op, the argument, the rule and
+what it got, before anything is written. `attn_ext.reference` holds the definition of each op.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attn_ext import _registration
+from attn_ext._extension import _C as _C  # registers the ops with torch
+
+__all__ = [
+    "append_kv",
+    "attention",
+    "attention_varlen",
+    "copy_blocks",
+    "linear",
+    "masked_softmax",
+    "merge_attention",
+    "paged_attention",
+    "qkv_projection",
+    "qkv_projection_to_cache",
+]
+
+_ops = torch.ops.attn_ext
+
+
+def _fake(name):
+    return torch.library.register_fake(f"attn_ext::{name}")
+
+
+def _must(ok, op, argument, rule, got):
+    """The checks that need no data, for tensors that have none (meta, torch.compile); csrc/ops has all of them."""
+    if not ok:
+        raise RuntimeError(f"{op}: {argument} must {rule}, got {got}")
+
+
+def _must_share_device(op, **tensors):
+    first, *others = [(name, t) for name, t in tensors.items() if t is not None]
+    for name, t in others:
+        _must(t.device == first[1].device, op, name, f"be on the device of {first[0]} ({first[1].device})", t.device)
+
+
+def _must_have_heads(op, n_heads, n_kv_heads):
+    _must(
+        n_heads >= 1 and n_kv_heads >= 1 and n_heads % n_kv_heads == 0, op, "the number of query heads",
+        "be a positive multiple of the number of key/value heads",
+        f"{n_heads} query heads and {n_kv_heads} key/value heads",
+    )  # fmt: skip
+
+
+def _lse_dtype(q):
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+# ---------------------------------------------------------------------------------------------- projections
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`activation(x @ weight.T + bias) + residual` in one pass over the product.
+
+    Args:
+        x: (..., K).
+        weight: (N, K), as torch.nn.Linear stores it.
+        bias: (N) or None.
+        activation: None, "gelu" (by erf), "gelu_tanh" or "silu".
+        residual: (..., N), added last, or None.
+    Returns:
+        (..., N), contiguous. Column n depends on row n of `weight` only, so fused and separate products agree to the
+        bit.
+
+    >>> import torch, attn_ext
+    >>> x = torch.tensor([[1.0, 2.0]])
+    >>> attn_ext.linear(x, torch.eye(2), torch.tensor([0.5, -2.0]), residual=x)
+    tensor([[2.5000, 2.0000]])
+    """
+    return _ops.linear(x, weight, bias, activation=activation, residual=residual)
+
+
+@_fake("linear")
+def _(x, weight, bias=None, *, activation=None, residual=None):
+    _must_share_device("linear", x=x, weight=weight, bias=bias, residual=residual)
+    _must(x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1], "linear", "x",
+          "have as last dimension the K of weight", f"{tuple(x.shape)} and {tuple(weight.shape)}")  # fmt: skip
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def qkv_projection(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, n_heads: int, n_kv_heads: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of an attention layer by one fused product.
+
+    Args:
+        x: (..., C).
+        weight: ((n_heads + 2 n_kv_heads) D, C): the rows of W_q, then W_k, then W_v (GPT-2's c_attn, transposed).
+        bias: ((n_heads + 2 n_kv_heads) D) or None.
+        n_heads: query heads. n_kv_heads: key/value heads, None for as many.
+    Returns:
+        q (..., n_heads, D), k and v (..., n_kv_heads, D): views of one buffer, which `attention` takes without a copy.
+
+    >>> import torch, attn_ext
+    >>> q, k, v = attn_ext.qkv_projection(torch.randn(2, 5, 16), torch.randn(32, 16), n_heads=4, n_kv_heads=2)
+    >>> q.shape, k.shape, q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    (torch.Size([2, 5, 4, 4]), torch.Size([2, 5, 2, 4]), True)
+    """
+    n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+    qkv = _ops.qkv_projection(x, weight, bias, n_heads=n_heads, n_kv_heads=n_kv_heads)
+    heads = qkv.unflatten(-1, (n_heads + 2 * n_kv_heads, -1))
+    return heads.split([n_heads, n_kv_heads, n_kv_heads], dim=-2)
+
+
+def _must_be_fused_weight(op, x, weight, n_heads, n_kv_heads):
+    _must_have_heads(op, n_heads, n_kv_heads)
+    heads = n_heads + 2 * n_kv_heads
+    _must(weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[0] % heads == 0, op, "weight",
+          f"have a positive multiple of n_heads + 2 n_kv_heads ({heads}) rows", tuple(weight.shape))  # fmt: skip
+    _must(x.dim() >= 1 and x.shape[-1] == weight.shape[1], op, "x", "have as last dimension the K of weight",
+          f"{tuple(x.shape)} and {tuple(weight.shape)}")  # fmt: skip
+
+
+@_fake("qkv_projection")
+def _(x, weight, bias=None, *, n_heads, n_kv_heads):
+    _must_share_device("qkv_projection", x=x, weight=weight, bias=bias)
+    _must_be_fused_weight("qkv_projection", x, weight, n_heads, n_kv_heads)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def qkv_projection_to_cache(
+    x: Tensor, weight: Tensor, bias: Tensor | None, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
+    *, n_heads: int, n_kv_heads: int | None = None, rope: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """QKV projection whose keys and values go from the product straight into their cache slots.
+
+    Args:
+        x: (..., C); its rows are the tokens. weight, bias, n_heads, n_kv_heads: as in `qkv_projection`.
+        key_cache, value_cache: (num_blocks, block_size, n_kv_heads, D), dtype of x, written in place.
+        slot_mapping: (tokens) int64, block * block_size + offset, -1 = write nothing; no slot twice.
+        rope: None or (cos, sin, positions): q and k are rotated before they are rounded, pairs (d, d + D/2) as in
+            Llama (Su et al., RoFormer, arXiv 2104.09864); cos and sin (max_pos, D/2) float32, positions (tokens) int64.
+    Returns:
+        q (..., n_heads, D), contiguous.
+
+    >>> import torch, attn_ext
+    >>> k_cache, v_cache = torch.zeros(2, 3, 4, 2, 8)  # 3 blocks of 4 slots, 2 heads of 8
+    >>> x, w = torch.randn(2, 16), torch.randn(48, 16)
+    >>> q = attn_ext.qkv_projection_to_cache(x, w, None, k_cache, v_cache, torch.tensor([4, -1]), n_heads=2)
+    >>> q.shape, bool(k_cache[1, 0].any()), bool(k_cache[1, 1:].any())
+    (torch.Size([2, 2, 8]), True, False)
+    """
+    cos, sin, positions = (None, None, None) if rope is None else rope
+    return _ops.qkv_projection_to_cache(
+        x, weight, bias, key_cache, value_cache, slot_mapping,
+        n_heads=n_heads, n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
+        rope_cos=cos, rope_sin=sin, positions=positions,
+    )  # fmt: skip
+
+
+@_fake("qkv_projection_to_cache")
+def _(x, weight, bias, key_cache, value_cache, slot_mapping, *, n_heads, n_kv_heads, rope_cos=None, rope_sin=None,
+      positions=None):  # fmt: skip
+    op = "qkv_projection_to_cache"
+    _must_share_device(op, x=x, weight=weight, bias=bias, key_cache=key_cache, value_cache=value_cache,
+                       slot_mapping=slot_mapping, cos=rope_cos, sin=rope_sin, positions=positions)  # fmt: skip
+    _must_be_fused_weight(op, x, weight, n_heads, n_kv_heads)
+    return x.new_empty((*x.shape[:-1], n_heads, weight.shape[0] // (n_heads + 2 * n_kv_heads)))
+
+
+# ------------------------------------------------------------------------------------------------- softmax
+
+
+def masked_softmax(
+    scores: Tensor, mask: Tensor | None = None, *, causal: bool = False, scale: float = 1.0
+) -> Tensor:
+    """Softmax over the last dimension of `scale * scores`, where masked elements count as -inf.
+
+    Args:
+        scores: (..., Tq, Tk).
+        mask: bool (True = may attend) or additive (float32 or dtype of scores), broadcast to scores; or None.
+        causal: row i sees columns j <= i + Tk - Tq (bottom-right: the last row sees every column).
+        scale: any finite factor of the scores, 0 and negative included.
+    Returns:
+        the shape and dtype of scores, contiguous. A row that sees nothing is 0.
+
+    >>> import torch, attn_ext
+    >>> attn_ext.masked_softmax(torch.zeros(2, 2), causal=True)
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]])
+    """
+    return _ops.masked_softmax(scores, mask, causal=causal, scale=scale)
+
+
+@_fake("masked_softmax")
+def _(scores, mask=None, *, causal=False, scale=1.0):
+    _must_share_device("masked_softmax", scores=scores, mask=mask)
+    _must(scores.dim() >= 2, "masked_softmax", "scores", "have shape (..., Tq, Tk)", tuple(scores.shape))
+    return scores.new_empty(scores.shape)
+
+
+# ----------------------------------------------------------------------------------------------- attention
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
+    window: tuple[int, int] | None = None, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, mask: Tensor | None = None, bias: Tensor | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Exact attention, `softmax(scale * q k^T + ...) v`, without storing the scores (Dao, arXiv 2307.08691).
+
+    Query i stands at position p = i + Tk - Tq among the keys. The score of (i, j) is `scale * q_i . k_j`, then
+    `softcap * tanh(score / softcap)`, `- alibi_slopes * |p - j|`, `+ bias`.
+
+    Args:
+        q: (B, Tq, H, D). k, v: (B, Tk, Hkv, D), H a multiple of Hkv (grouped queries).
+        causal: query i sees keys j <= p (bottom-right: the last query sees every key).
+        scale: None for 1/sqrt(D); any finite number.
+        window: (left, right), keys p - left <= j <= p + right; -1 = unlimited.
+        softcap: 0 for none.
+        alibi_slopes: (H) or (B, H) float32 (Press et al., arXiv 2108.12409).
+        sinks: (H) float32, one more logit per head that joins the softmax's denominator and carries no value.
+        mask: bool, True = may attend, broadcast to (B, H, Tq, Tk).
+        bias: additive, float32 or dtype of q, broadcast to (B, H, Tq, Tk).
+        return_lse: also return the log-sum-exp of the scores.
+    Returns:
+        out (B, Tq, H, D), contiguous, dtype of q; with return_lse also lse (B, H, Tq), natural logarithm, float32
+        (float64 for float64). A query that sees no key gives output 0 and lse -inf; keys it does not see never reach
+        it, NaN and inf included.
+
+    >>> import torch, attn_ext
+    >>> q = k = torch.zeros(1, 3, 1, 2)
+    >>> v = torch.tensor([1.0, 2.0, 3.0]).reshape(1, 3, 1, 1).expand(1, 3, 1, 2)
+    >>> attn_ext.attention(q, k, v, causal=True)[0, :, 0, 0]
+    tensor([1.0000, 1.5000, 2.0000])
+    """
+    out, lse = _ops.attention(
+        q, k, v, **_options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias)
+    )
+    return (out, lse) if return_lse else out
+
+
+def _options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias):
+    left, right = (-1, -1) if window is None else window
+    return dict(
+        causal=causal, scale=scale, window_left=left, window_right=right, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, mask=mask, bias=bias,
+    )  # fmt: skip
+
+
+def _fake_attention(op, q, k, v, options, **tensors):
+    extra = {name: options.get(name) for name in ("alibi_slopes", "sinks", "mask", "bias")}
+    _must_share_device(op, q=q, k=k, v=v, **tensors, **extra)
+    _must(q.dim() in (3, 4) and k.dim() in (3, 4), op, "q", "have 3 or 4 dimensions", tuple(q.shape))
+    _must(k.shape[-1] == q.shape[-1], op, "k", f"have the head_dim of q ({q.shape[-1]})", k.shape[-1])
+    _must_have_heads(op, q.shape[-2], k.shape[-2])
+    if q.dim() == 3:
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q))
+    else:
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_lse_dtype(q))
+    return q.new_empty(q.shape), lse
+
+
+@_fake("attention")
+def _(q, k, v, **options):
+    return _fake_attention("attention", q, k, v, options)
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, causal: bool = False,
+    scale: float | None = None, window: tuple[int, int] | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, mask: Tensor | None = None,
+    bias: Tensor | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` over sequences of different lengths, concatenated without padding.
+
+    Args:
+        q: (total_q, H, D). k, v: (total_k, Hkv, D).
+        cu_seqlens_q, cu_seqlens_k: (B + 1) int32: sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1.
+        max_seqlen_q, max_seqlen_k: None, or at least the longest sequence.
+        mask, bias: broadcast to (B, H, longest Tq, longest Tk); rows and columns count within a sequence, and what
+            lies past a sequence's end is not read.
+        The other arguments: as in `attention`.
+    Returns:
+        out (total_q, H, D); with return_lse also lse (H, total_q).
+
+    >>> import torch, attn_ext
+    >>> cu = torch.tensor([0, 1, 4], dtype=torch.int32)  # one sequence of 1 token, one of 3
+    >>> q, k, v = torch.randn(3, 4, 2, 8)
+    >>> out = attn_ext.attention_varlen(q, k, v, cu, cu, causal=True)
+    >>> bool(torch.equal(out[1:], attn_ext.attention(q[None, 1:], k[None, 1:], v[None, 1:], causal=True)[0]))
+    True
+    """
+    out, lse = _ops.attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        **_options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+@_fake("attention_varlen")
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
+    return _fake_attention(
+        "attention_varlen", q, k, v, options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+    )
+
+
+def paged_attention(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, seq_lens: Tensor, *,
+    cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None, causal: bool = True,
+    scale: float | None = None, window: tuple[int, int] | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, mask: Tensor | None = None,
+    bias: Tensor | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` over keys and values in a paged cache (Kwon et al., arXiv 2309.06180): decode, chunked prefill, both.
+
+    The queries are the last tokens of their sequence: query i of Tq stands at position i + seq_len - Tq.
+
+    Args:
+        q: (B, Tq, H, D), or (total, H, D) with cu_seqlens_q for a batch of different query counts.
+        key_cache, value_cache: (num_blocks, block_size, Hkv, D), any strides with a unit last one.
+        block_table: (B, max_blocks) int32: token t of sequence b is in block block_table[b, t // block_size]. Entries
+            past a sequence's need are never read.
+        seq_lens: (B) int32, keys of each sequence; slots past them are never read.
+        cu_seqlens_q: (B + 1) int32 or None. max_seqlen_q: None, or at least the most queries of a sequence.
+        mask, bias: broadcast to (B, H, longest Tq, longest sequence).
+        The other arguments: as in `attention`, but causal by default.
+    Returns:
+        out, the shape of q; with return_lse also lse (B, H, Tq), or (H, total). Equal to `attention` over the same keys
+        to the bit.
+
+    >>> import torch, attn_ext
+    >>> k_cache, v_cache = torch.randn(2, 4, 2, 1, 8)  # 4 blocks of 2 slots
+    >>> table = torch.tensor([[3, 0]], dtype=torch.int32)
+    >>> q = torch.randn(1, 1, 1, 8)
+    >>> out = attn_ext.paged_attention(q, k_cache, v_cache, table, torch.tensor([3], dtype=torch.int32))
+    >>> k, v = (cache[[3, 0]].flatten(0, 1)[None, :3] for cache in (k_cache, v_cache))
+    >>> bool(torch.equal(out, attn_ext.attention(q, k, v)))
+    True
+    """
+    out, lse = _ops.paged_attention(
+        q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        **_options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+@_fake("paged_attention")
+def _(q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q=None, **options):
+    return _fake_attention(
+        "paged_attention", q, key_cache, value_cache, options,
+        block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
+    )  # fmt: skip
+
+
+def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention over two disjoint sets of keys, from the results over each (shared prefixes, cascades).
+
+    `lse = log(exp(lse_a) + exp(lse_b))`, `out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)`. A side whose lse is
+    -inf saw no key and adds nothing, whatever its output holds.
+
+    Args:
+        out_a, out_b: (B, T, H, D) or (total, H, D).
+        lse_a, lse_b: (B, H, T) or (H, total), natural logarithm, float32 (float64 for float64 outputs).
+    Returns:
+        out, lse of the same shapes.
+
+    >>> import torch, attn_ext
+    >>> q, k, v = torch.randn(3, 1, 8, 2, 16)
+    >>> a = attn_ext.attention(q, k[:, :5], v[:, :5], return_lse=True)
+    >>> b = attn_ext.attention(q, k[:, 5:], v[:, 5:], return_lse=True)
+    >>> out, lse = attn_ext.merge_attention(*a, *b)
+    >>> torch.allclose(out, attn_ext.attention(q, k, v), atol=1e-6)
+    True
+    """
+    return _ops.merge_attention(out_a, lse_a, out_b, lse_b)
+
+
+@_fake("merge_attention")
+def _(out_a, lse_a, out_b, lse_b):
+    _must_share_device("merge_attention", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+# ------------------------------------------------------------------------------------------------ the cache
+
+
+def append_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write keys and values of new tokens into their cache slots, in place.
+
+    Args:
+        key, value: (tokens, Hkv, D).
+        key_cache, value_cache: (num_blocks, block_size, Hkv, D), same dtype; only the named slots change.
+        slot_mapping: (tokens) int64, block * block_size + offset, -1 = skip the token; no slot twice.
+
+    >>> import torch, attn_ext
+    >>> k_cache, v_cache = torch.zeros(2, 3, 4, 1, 2)  # 3 blocks of 4 slots
+    >>> attn_ext.append_kv(torch.ones(2, 1, 2), torch.ones(2, 1, 2), k_cache, v_cache, torch.tensor([5, -1]))
+    >>> k_cache[1, :, 0, 0]
+    tensor([0., 1., 0., 0.])
+    """
+    _ops.append_kv(key, value, key_cache, value_cache, slot_mapping)
+
+
+@_fake("append_kv")
+def _(key, value, key_cache, value_cache, slot_mapping):
+    op = "append_kv"
+    _must_share_device(
+        op, key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping
+    )
+    _must(key.shape[1:] == key_cache.shape[2:], op, "key",
+          f"have the key/value heads and head_dim of key_cache {tuple(key_cache.shape[2:])}",
+          tuple(key.shape))  # fmt: skip
+
+
+def copy_blocks(key_cache: Tensor, value_cache: Tensor, block_pairs: Tensor | list[tuple[int, int]]) -> None:
+    """Copy whole blocks within the caches, in place, as if all at once (copy-on-write of forked sequences).
+
+    Args:
+        key_cache, value_cache: (num_blocks, block_size, Hkv, D).
+        block_pairs: (pairs, 2) int64, or a list of (source, destination); no destination twice.
+
+    >>> import torch, attn_ext
+    >>> k_cache, v_cache = torch.arange(3.0).reshape(3, 1, 1, 1).repeat(2, 1, 1, 1, 1)
+    >>> attn_ext.copy_blocks(k_cache, v_cache, [(0, 1), (1, 0)])
+    >>> k_cache.flatten()
+    tensor([1., 0., 2.])
+    """
+    if not isinstance(block_pairs, Tensor):
+        block_pairs = torch.tensor(block_pairs, dtype=torch.int64, device=key_cache.device).reshape(-1, 2)
+    _ops.copy_blocks(key_cache, value_cache, block_pairs)
+
+
+@_fake("copy_blocks")
+def _(key_cache, value_cache, block_pairs):
+    _must_share_device("copy_blocks", key_cache=key_cache, value_cache=value_cache, block_pairs=block_pairs)
+
+
+_registration.register(__all__)

@@ -1,0 +1,89 @@
+#include "cpu/backend.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <iterator>
+#include <stdexcept>
+
+namespace attn_ext {
+namespace {
+
+#define ATTN_EXT_KERNELS(isa)                                                                               \
+  Kernels {                                                                                                 \
+    isa::linear_workspace, isa::linear, isa::qkv_to_cache_workspace, isa::qkv_to_cache,                     \
+        isa::masked_softmax_workspace, isa::masked_softmax, isa::attention_workspace, isa::attention,       \
+        isa::merge_attention                                                                                \
+  }
+
+// __builtin_cpu_supports reads CPUID and, for AVX and AVX-512, asks XGETBV whether the system saves the registers.
+const Backend kBackends[] = {
+#if defined(__x86_64__)
+    {"avx512", "AVX-512 F, BW, VL, DQ",
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+              __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+     },
+     ATTN_EXT_KERNELS(avx512)},
+    {"avx2", "AVX2, FMA, F16C",
+     [] {
+       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+     },
+     ATTN_EXT_KERNELS(avx2)},
+#endif
+    {"scalar", "any CPU", [] { return true; }, ATTN_EXT_KERNELS(scalar)},
+};
+
+const Backend& scalar_backend() { return *(std::end(kBackends) - 1); }
+
+const Backend* best() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();  // runs before main
+#endif
+  for (const Backend& backend : kBackends)
+    if (backend.supported()) return &backend;
+  return &scalar_backend();
+}
+
+std::atomic<const Backend*> active{best()};
+
+void use(const std::string& name, const std::string& who) {
+  std::string possible;
+  for (const Backend& backend : kBackends) {
+    if (!backend.supported()) continue;
+    if (name == backend.name) {
+      active = &backend;
+      return;
+    }
+    possible += (possible.empty() ? "" : ", ") + std::string(backend.name);
+  }
+  for (const Backend& backend : kBackends)
+    if (name == backend.name)
+      throw std::invalid_argument(who + " must be one of " + possible + " on this machine, got '" + name +
+                                  "' which needs " + backend.needs);
+  throw std::invalid_argument(who + " must be one of " + possible + " on this machine, got '" + name + "'");
+}
+
+}  // namespace
+
+std::vector<std::string> supported_backends() {
+  std::vector<std::string> names;
+  for (const Backend& backend : kBackends)
+    if (backend.supported()) names.push_back(backend.name);
+  return names;
+}
+
+std::string active_backend() { return active.load()->name; }
+
+void use_backend(const std::string& name) { use(name, "use_backend: name"); }
+
+void use_backend_of_environment() {
+  const char* name = std::getenv("ATTN_EXT_BACKEND");
+  if (name && *name) use(name, "ATTN_EXT_BACKEND");
+}
+
+const Kernels& kernels_for(DType dtype) {
+  return dtype == DType::f64 ? scalar_backend().kernels : active.load()->kernels;
+}
+
+}  // namespace attn_ext

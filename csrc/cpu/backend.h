@@ -1,0 +1,33 @@
+// The CPU backends: a table of named kernel sets in priority order, and which of them is in use.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.h"
+
+namespace attn_ext {
+
+struct Backend {
+  const char* name;
+  const char* needs;   // CPU features, for people
+  bool (*supported)();  // by this CPU and its operating system
+  Kernels kernels;
+};
+
+// Names of the backends that run here, best first.
+std::vector<std::string> supported_backends();
+
+// Name of the backend in use.
+std::string active_backend();
+
+// Puts a backend in use for the whole process; throws std::invalid_argument that lists the possible names.
+void use_backend(const std::string& name);
+
+// Takes ATTN_EXT_BACKEND from the environment if it is set. Called once, when the module loads.
+void use_backend_of_environment();
+
+// Kernels for tensors of this type: those of the backend in use, except float64, which only `scalar` computes.
+const Kernels& kernels_for(DType dtype);
+
+}  // namespace attn_ext

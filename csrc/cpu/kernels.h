@@ -1,0 +1,43 @@
+// The kernels every CPU backend has: one set of functions per instruction set, same names, same meaning.
+#pragma once
+
+#include "params.h"
+
+namespace attn_ext {
+
+// *_workspace: bytes of scratch memory the kernel needs in Launch::workspace when run by that many workers.
+struct Kernels {
+  int64_t (*linear_workspace)(const LinearParams&, int workers);
+  void (*linear)(const LinearParams&, const Launch&);
+  int64_t (*qkv_to_cache_workspace)(const QkvToCacheParams&, int workers);
+  void (*qkv_to_cache)(const QkvToCacheParams&, const Launch&);
+  int64_t (*masked_softmax_workspace)(const MaskedSoftmaxParams&, int workers);
+  void (*masked_softmax)(const MaskedSoftmaxParams&, const Launch&);
+  int64_t (*attention_workspace)(const AttentionParams&, int workers);
+  void (*attention)(const AttentionParams&, const Launch&);
+  void (*merge_attention)(const MergeAttentionParams&, const Launch&);
+};
+
+#define ATTN_EXT_DECLARE_KERNELS(isa)                                \
+  namespace isa {                                                    \
+  int64_t linear_workspace(const LinearParams&, int);                \
+  void linear(const LinearParams&, const Launch&);                   \
+  int64_t qkv_to_cache_workspace(const QkvToCacheParams&, int);      \
+  void qkv_to_cache(const QkvToCacheParams&, const Launch&);         \
+  int64_t masked_softmax_workspace(const MaskedSoftmaxParams&, int); \
+  void masked_softmax(const MaskedSoftmaxParams&, const Launch&);    \
+  int64_t attention_workspace(const AttentionParams&, int);          \
+  void attention(const AttentionParams&, const Launch&);             \
+  void merge_attention(const MergeAttentionParams&, const Launch&);  \
+  }
+
+ATTN_EXT_DECLARE_KERNELS(scalar)
+ATTN_EXT_DECLARE_KERNELS(avx2)
+ATTN_EXT_DECLARE_KERNELS(avx512)
+
+// Moving cache rows is copying bytes: the same on every CPU (kv_cache.cpp).
+void append_kv(const AppendKvParams&, const Launch&);
+int64_t copy_blocks_workspace(const CopyBlocksParams&);
+void copy_blocks(const CopyBlocksParams&, const Launch&);
+
+}  // namespace attn_ext

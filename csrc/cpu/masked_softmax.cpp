@@ -1,0 +1,98 @@
+// Softmax over the last dimension of scale * scores + mask: one read and one write of the tensor.
+//
+// A row is widened to a scratch row, turned into exp(s - max) in place, and divided by its sum on the way out.
+// Sums run lane by lane over absolute columns, so a row's bits do not depend on what is masked behind it.
+#include "cpu/kernels.h"
+#include "cpu/softmax_state.h"
+
+namespace attn_ext::ATTN_EXT_ISA {
+namespace {
+
+template <class A>
+int64_t row_bytes(const MaskedSoftmaxParams& p) {
+  return round_up(round_up(p.Tk, W<A>) * int64_t(sizeof(A)), 64);
+}
+
+// Adds an additive mask of type M, or puts -inf where a bool mask is false.
+template <class M, class A>
+void apply_mask(const M* mask, int64_t stride, int64_t n, A* row) {
+  for (int64_t j = 0; j < n; ++j) {
+    if constexpr (sizeof(M) == 1)
+      row[j] = mask[j * stride] ? row[j] : A(-kInf);
+    else
+      row[j] += A(to_accumulate(mask[j * stride]));
+  }
+}
+
+template <class A>
+void apply_mask(const MaskedSoftmaxParams& p, int64_t offset, int64_t n, A* row) {
+  const int64_t stride = p.mask_strides[3];
+  switch (p.mask_dtype) {
+    case DType::boolean: return apply_mask(static_cast<const bool*>(p.mask) + offset, stride, n, row);
+    case DType::f32: return apply_mask(static_cast<const float*>(p.mask) + offset, stride, n, row);
+    case DType::bf16: return apply_mask(static_cast<const bf16*>(p.mask) + offset, stride, n, row);
+    case DType::f16: return apply_mask(static_cast<const f16*>(p.mask) + offset, stride, n, row);
+    case DType::f64: return apply_mask(static_cast<const double*>(p.mask) + offset, stride, n, row);
+  }
+}
+
+template <class T>
+void softmax_row(const MaskedSoftmaxParams& p, int64_t b0, int64_t b1, int64_t i, Accumulate<T>* row) {
+  using A = Accumulate<T>;
+  constexpr int64_t w = W<A>;
+  const T* scores = static_cast<const T*>(p.scores) + b0 * p.scores_strides[0] + b1 * p.scores_strides[1] +
+                    i * p.scores_strides[2];
+  T* out = static_cast<T*>(p.out) + ((b0 * p.B1 + b1) * p.Tq + i) * p.Tk;
+  const int64_t n = p.causal ? min_of(p.Tk, max_of<int64_t>(0, i + p.Tk - p.Tq + 1)) : p.Tk;
+  const int64_t padded = round_up(n, w);
+
+  const Vec<A> scale = splat(A(p.scale));
+  for (int64_t j = 0; j < n; j += w)
+    store(row + j, scale * (j + w <= n ? load(scores + j) : load_first(scores + j, n - j)));
+  if (p.mask) {
+    const int64_t* st = p.mask_strides;
+    apply_mask(p, b0 * st[0] + b1 * st[1] + i * st[2], n, row);
+  }
+  for (int64_t j = n; j < padded; ++j) row[j] = A(-kInf);
+
+  Vec<A> max = splat(A(-kInf));
+  for (int64_t j = 0; j < padded; j += w) max = vmax(max, load(row + j));
+  SoftmaxState<A> state;
+  state.init();
+  state.update(row, padded, max);
+  const A sum = sum_lanes<A>(state.sum);
+  const Vec<A> divisor = splat(sum == A(0) ? A(1) : sum);  // no key seen: every weight is 0 already
+
+  int64_t j = 0;
+  for (; j + w <= n; j += w) store(out + j, load(row + j) / divisor);
+  if (j < n) store_first(out + j, load(row + j) / divisor, n - j);
+  memset(static_cast<void*>(out + n), 0, size_t(p.Tk - n) * sizeof(T));
+}
+
+template <class T>
+void softmax_of(const MaskedSoftmaxParams& p, const Launch& launch) {
+  using A = Accumulate<T>;
+  constexpr int64_t rows_per_task = 16;
+  const int64_t rows = p.B0 * p.B1 * p.Tq, bytes = row_bytes<A>(p);
+  Queue queue{0, ceil_div(rows, rows_per_task)};
+  run_parallel(launch, rows * p.Tk < 16384 ? 1 : queue.total, [&](int worker) {
+    A* row = reinterpret_cast<A*>(launch.workspace + worker * bytes);
+    for (int64_t task; queue.take(task);)
+      for (int64_t r = task * rows_per_task; r < min_of(rows, (task + 1) * rows_per_task); ++r)
+        softmax_row<T>(p, r / p.Tq / p.B1, r / p.Tq % p.B1, r % p.Tq, row);
+  });
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------- launchers
+
+int64_t masked_softmax_workspace(const MaskedSoftmaxParams& p, int workers) {
+  return workers * (p.dtype == DType::f64 ? row_bytes<double>(p) : row_bytes<float>(p));
+}
+
+void masked_softmax(const MaskedSoftmaxParams& p, const Launch& launch) {
+  dispatch(p.dtype, [&](auto t) { softmax_of<decltype(t)>(p, launch); });
+}
+
+}  // namespace attn_ext::ATTN_EXT_ISA

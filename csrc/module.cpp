@@ -1,0 +1,25 @@
+// attn_ext._C: what is not a tensor op. Build facts, the backend table, the block allocator.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cpu/backend.h"
+
+void bind_block_allocator(pybind11::module_& m);  // bind_block_allocator.cpp
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled part of attn_ext. The tensor ops are in torch.ops.attn_ext.";
+  m.def("supported_backends", &attn_ext::supported_backends);
+  m.def("active_backend", &attn_ext::active_backend);
+  m.def("use_backend", &attn_ext::use_backend, pybind11::arg("name"));
+  m.attr("version") = ATTN_EXT_VERSION;
+  m.attr("torch_version") = ATTN_EXT_TORCH_VERSION;
+  m.attr("compiler") =
+#if defined(__clang__)
+      "clang " __clang_version__;
+#else
+      "gcc " __VERSION__;
+#endif
+  m.attr("cuda_built") = bool(ATTN_EXT_CUDA_BUILT);
+  bind_block_allocator(m);
+  attn_ext::use_backend_of_environment();
+}

@@ -1,0 +1,351 @@
+// attention, attention_varlen, paged_attention and merge_attention: checks and outputs.
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/backend.h"
+#include "ops/launch.h"
+#include "ops/ops.h"
+
+namespace attn_ext::ops {
+namespace {
+
+// The arguments the three attention ops share: score transform and visibility.
+struct Options {
+  bool causal;
+  std::optional<double> scale;
+  int64_t window_left, window_right;
+  double softcap;
+  OptionalTensor alibi_slopes, sinks, mask, bias;
+
+  // Fills the transform fields of p. Broadcast targets are (B, H, Tq, Tk); with ragged lengths these are maxima, and a
+  // mask or bias may be longer.
+  void apply(const Checker& c, const Tensor& q, bool ragged, AttentionParams& p) {
+    const ScalarType dtype = q.scalar_type(), accumulate = accumulate_dtype(dtype);
+    p.causal = causal;
+    p.scale = scale.value_or(1.0 / std::sqrt(double(p.D)));
+    c.check(std::isfinite(p.scale), "scale", "be finite", std::to_string(p.scale));
+    c.check(std::isfinite(softcap) && softcap >= 0, "softcap", "be finite and at least 0 (0 = none)",
+            std::to_string(softcap));
+    p.softcap = softcap;
+    c.check(window_left >= -1 && window_right >= -1, "window", "have entries of at least -1 (-1 = unlimited)",
+            to_string({window_left, window_right}));
+    constexpr int64_t unlimited = int64_t(1) << 48;  // longer than any sequence, and position + window cannot overflow
+    p.window_left = std::min(window_left, unlimited);
+    p.window_right = std::min(window_right, unlimited);
+    if (alibi_slopes) {
+      c.same_device(q, "q", {{"alibi_slopes", &*alibi_slopes}});
+      c.dtype(*alibi_slopes, "alibi_slopes", accumulate);
+      const Shape shape = shape_of(*alibi_slopes);
+      c.check(shape == Shape{p.H} || shape == Shape{p.B, p.H}, "alibi_slopes",
+              "have shape (H,) = " + to_string({p.H}) + " or (B, H) = " + to_string({p.B, p.H}), to_string(shape));
+      alibi_slopes = unit_last_stride(*alibi_slopes);
+      p.alibi_slopes = alibi_slopes->const_data_ptr();
+      p.alibi_batch_stride = shape.size() == 2 ? alibi_slopes->stride(0) : 0;
+    }
+    if (sinks) {
+      c.same_device(q, "q", {{"sinks", &*sinks}});
+      c.dtype(*sinks, "sinks", accumulate);
+      c.shape(*sinks, "sinks", {p.H}, "(H,)");
+      sinks = unit_last_stride(*sinks);
+      p.sinks = sinks->const_data_ptr();
+    }
+    const std::array<int64_t, 4> target = {p.B, p.H, p.Tq, p.Tk};
+    const char* layout = ragged ? "(B, H, longest Tq, longest Tk)" : "(B, H, Tq, Tk)";
+    if (mask) {
+      c.same_device(q, "q", {{"mask", &*mask}});
+      c.dtype(*mask, "mask", ScalarType::Bool);
+      const auto strides = broadcast_strides(c, *mask, "mask", target, layout, ragged);
+      std::copy(strides.begin(), strides.end(), p.mask_strides);
+      p.mask = mask->const_data_ptr();
+    }
+    if (bias) {
+      c.same_device(q, "q", {{"bias", &*bias}});
+      const ScalarType given = bias->scalar_type();
+      c.check(given == ScalarType::Float || given == dtype, "bias",
+              "be float32 or of the dtype of q (" + to_string(dtype) + ")", to_string(given));
+      const auto strides = broadcast_strides(c, *bias, "bias", target, layout, ragged);
+      std::copy(strides.begin(), strides.end(), p.bias_strides);
+      p.bias = bias->const_data_ptr();
+      p.bias_dtype = dtype_of(given);
+    }
+  }
+};
+
+int64_t stride_of(const Tensor& t, int64_t i) { return t.size(i) == 1 ? 0 : t.stride(i); }
+
+void check_head_dim(const Checker& c, const Tensor& q, const Tensor& k, const char* name) {
+  const int64_t D = q.size(q.dim() - 1);
+  c.check(D >= 1, "q", "have a head_dim of at least 1", to_string(shape_of(q)));
+  c.check(k.size(k.dim() - 1) == D, name, "have the head_dim of q (" + std::to_string(D) + ")",
+          std::to_string(k.size(k.dim() - 1)));
+}
+
+// Boundaries of ragged sequences: 0, ascending, ending at `total`.
+std::vector<int64_t> checked_cu_seqlens(const Checker& c, const Tensor& t, const char* name, int64_t total,
+                                        int64_t& longest) {
+  const auto cu = c.indices(t, name, ScalarType::Int);
+  c.check(!cu.empty() && cu.front() == 0, name, "start with 0", cu.empty() ? "no entry" : std::to_string(cu.front()));
+  longest = 0;
+  for (size_t i = 1; i < cu.size(); ++i) {
+    c.check(cu[i] >= cu[i - 1], name, "never decrease",
+            std::to_string(cu[i - 1]) + " then " + std::to_string(cu[i]) + " at " + std::to_string(i));
+    longest = std::max(longest, cu[i] - cu[i - 1]);
+  }
+  c.check(cu.back() == total, name, "end with the number of rows (" + std::to_string(total) + ")",
+          std::to_string(cu.back()));
+  return cu;
+}
+
+void check_longest(const Checker& c, const std::optional<int64_t>& given, const char* name, int64_t longest) {
+  if (given)
+    c.check(*given >= longest, name, "be at least the longest sequence (" + std::to_string(longest) + ")",
+            std::to_string(*given));
+}
+
+// Output and lse for q (B, Tq, H, D) or (total, H, D), and their strides.
+OutAndLse make_outputs(const Tensor& q, AttentionParams& p) {
+  const Shape shape = shape_of(q);
+  Tensor out = torch::stable::new_empty(q, shape);
+  const bool ragged = shape.size() == 3;
+  const Shape lse_shape = ragged ? Shape{p.H, shape[0]} : Shape{p.B, p.H, shape[1]};
+  Tensor lse = torch::stable::new_empty(q, lse_shape, accumulate_dtype(q.scalar_type()));
+  p.out = out.mutable_data_ptr();
+  p.out_head_stride = p.D;
+  p.out_row_stride = p.H * p.D;
+  p.out_batch_stride = ragged ? 0 : shape[1] * p.H * p.D;
+  p.lse = lse.mutable_data_ptr();
+  p.lse_head_stride = ragged ? shape[0] : shape[1];
+  p.lse_batch_stride = ragged ? 0 : p.H * shape[1];
+  return {out, lse};
+}
+
+void set_queries(const Tensor& q, AttentionParams& p) {
+  p.q = q.const_data_ptr();
+  const bool ragged = q.dim() == 3;
+  p.q_batch_stride = ragged ? 0 : stride_of(q, 0);
+  p.q_row_stride = stride_of(q, ragged ? 0 : 1);
+  p.q_head_stride = stride_of(q, ragged ? 1 : 2);
+}
+
+void run(const char* op, const Tensor& q, const AttentionParams& p) {
+  if (q.numel() == 0) return;
+  const Kernels& kernels = kernels_for(p.dtype);
+  launch(op, p, kernels.attention_workspace, kernels.attention);
+}
+
+}  // namespace
+
+OutAndLse attention(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> scale, int64_t window_left,
+                    int64_t window_right, double softcap, OptionalTensor alibi_slopes, OptionalTensor sinks,
+                    OptionalTensor mask, OptionalTensor bias) {
+  const Checker c{"attention"};
+  c.rank(q, "q", 4, "(B, Tq, H, D)");
+  c.rank(k, "k", 4, "(B, Tk, Hkv, D)");
+  c.same_device(q, "q", {{"k", &k}, {"v", &v}});
+  c.same_dtype({{"q", &q}, {"k", &k}, {"v", &v}});
+  c.check(shape_of(k) == shape_of(v), "v", "have the shape of k " + to_string(shape_of(k)), to_string(shape_of(v)));
+  c.check(k.size(0) == q.size(0), "k", "have the batch size of q (" + std::to_string(q.size(0)) + ")",
+          std::to_string(k.size(0)));
+  check_head_dim(c, q, k, "k");
+  c.heads(q.size(2), k.size(2));
+
+  AttentionParams p{};
+  p.dtype = dtype_of(q.scalar_type());
+  p.B = q.size(0);
+  p.H = q.size(2);
+  p.Hkv = k.size(2);
+  p.D = q.size(3);
+  p.Tq = q.size(1);
+  p.Tk = k.size(1);
+  Options options{causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, mask, bias};
+  options.apply(c, q, false, p);
+  q = unit_last_stride(q);
+  k = unit_last_stride(k);
+  v = unit_last_stride(v);
+  set_queries(q, p);
+  p.k = k.const_data_ptr();
+  p.v = v.const_data_ptr();
+  p.k_batch_stride = stride_of(k, 0);
+  p.k_row_stride = stride_of(k, 1);
+  p.k_head_stride = stride_of(k, 2);
+  p.v_batch_stride = stride_of(v, 0);
+  p.v_row_stride = stride_of(v, 1);
+  p.v_head_stride = stride_of(v, 2);
+  const auto result = make_outputs(q, p);
+  run(c.op, q, p);
+  return result;
+}
+
+OutAndLse attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
+                           std::optional<int64_t> max_seqlen_q, std::optional<int64_t> max_seqlen_k, bool causal,
+                           std::optional<double> scale, int64_t window_left, int64_t window_right, double softcap,
+                           OptionalTensor alibi_slopes, OptionalTensor sinks, OptionalTensor mask,
+                           OptionalTensor bias) {
+  const Checker c{"attention_varlen"};
+  c.rank(q, "q", 3, "(total_q, H, D)");
+  c.rank(k, "k", 3, "(total_k, Hkv, D)");
+  c.same_device(q, "q", {{"k", &k}, {"v", &v}, {"cu_seqlens_q", &cu_seqlens_q}, {"cu_seqlens_k", &cu_seqlens_k}});
+  c.same_dtype({{"q", &q}, {"k", &k}, {"v", &v}});
+  c.check(shape_of(k) == shape_of(v), "v", "have the shape of k " + to_string(shape_of(k)), to_string(shape_of(v)));
+  check_head_dim(c, q, k, "k");
+  c.heads(q.size(1), k.size(1));
+
+  AttentionParams p{};
+  p.dtype = dtype_of(q.scalar_type());
+  p.H = q.size(1);
+  p.Hkv = k.size(1);
+  p.D = q.size(2);
+  const auto cu_q = checked_cu_seqlens(c, cu_seqlens_q, "cu_seqlens_q", q.size(0), p.Tq);
+  const auto cu_k = checked_cu_seqlens(c, cu_seqlens_k, "cu_seqlens_k", k.size(0), p.Tk);
+  c.check(cu_k.size() == cu_q.size(), "cu_seqlens_k",
+          "have as many entries as cu_seqlens_q (" + std::to_string(cu_q.size()) + ")", std::to_string(cu_k.size()));
+  check_longest(c, max_seqlen_q, "max_seqlen_q", p.Tq);
+  check_longest(c, max_seqlen_k, "max_seqlen_k", p.Tk);
+  p.B = int64_t(cu_q.size()) - 1;
+  p.cu_seqlens_q = cu_q.data();
+  p.cu_seqlens_k = cu_k.data();
+  Options options{causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, mask, bias};
+  options.apply(c, q, true, p);
+  q = unit_last_stride(q);
+  k = unit_last_stride(k);
+  v = unit_last_stride(v);
+  set_queries(q, p);
+  p.k = k.const_data_ptr();
+  p.v = v.const_data_ptr();
+  p.k_row_stride = stride_of(k, 0);
+  p.k_head_stride = stride_of(k, 1);
+  p.v_row_stride = stride_of(v, 0);
+  p.v_head_stride = stride_of(v, 1);
+  const auto result = make_outputs(q, p);
+  run(c.op, q, p);
+  return result;
+}
+
+OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens,
+                          OptionalTensor cu_seqlens_q, std::optional<int64_t> max_seqlen_q, bool causal,
+                          std::optional<double> scale, int64_t window_left, int64_t window_right, double softcap,
+                          OptionalTensor alibi_slopes, OptionalTensor sinks, OptionalTensor mask,
+                          OptionalTensor bias) {
+  const Checker c{"paged_attention"};
+  const bool ragged = cu_seqlens_q.has_value();
+  c.rank(q, "q", ragged ? 3 : 4, ragged ? "(total, H, D) with cu_seqlens_q" : "(B, Tq, H, D) without cu_seqlens_q");
+  c.caches(key_cache, value_cache);
+  c.same_device(q, "q", {{"key_cache", &key_cache}, {"value_cache", &value_cache}, {"block_table", &block_table}, {"seq_lens", &seq_lens}});
+  if (ragged) c.same_device(q, "q", {{"cu_seqlens_q", &*cu_seqlens_q}});
+  c.same_dtype({{"q", &q}, {"key_cache", &key_cache}, {"value_cache", &value_cache}});
+  check_head_dim(c, q, key_cache, "key_cache");
+  const int64_t H = q.size(q.dim() - 2);
+  c.heads(H, key_cache.size(2));
+  c.rank(block_table, "block_table", 2, "(B, max_blocks)");
+  c.dtype(block_table, "block_table", ScalarType::Int);
+  const auto lens = c.indices(seq_lens, "seq_lens", ScalarType::Int);
+
+  AttentionParams p{};
+  p.dtype = dtype_of(q.scalar_type());
+  p.H = H;
+  p.Hkv = key_cache.size(2);
+  p.D = key_cache.size(3);
+  p.block_size = key_cache.size(1);
+  std::vector<int64_t> cu_q;
+  if (ragged) {
+    cu_q = checked_cu_seqlens(c, *cu_seqlens_q, "cu_seqlens_q", q.size(0), p.Tq);
+    check_longest(c, max_seqlen_q, "max_seqlen_q", p.Tq);
+    p.B = int64_t(cu_q.size()) - 1;
+    p.cu_seqlens_q = cu_q.data();
+  } else {
+    p.B = q.size(0);
+    p.Tq = q.size(1);
+    check_longest(c, max_seqlen_q, "max_seqlen_q", p.Tq);
+  }
+  c.check(int64_t(lens.size()) == p.B, "seq_lens", "have one entry a sequence (" + std::to_string(p.B) + ")",
+          std::to_string(lens.size()));
+  c.check(block_table.size(0) == p.B, "block_table", "have one row a sequence (" + std::to_string(p.B) + ")",
+          to_string(shape_of(block_table)));
+
+  // The entries each sequence needs, checked and side by side; those past them are never read.
+  std::vector<int32_t> blocks;
+  std::vector<int64_t> first_block;
+  const int32_t* table = static_cast<const int32_t*>(block_table.const_data_ptr());
+  const int64_t row_stride = block_table.stride(0), stride = block_table.stride(1), width = block_table.size(1);
+  for (int64_t b = 0; b < p.B; ++b) {
+    const int64_t length = lens[size_t(b)];
+    const std::string which = "[" + std::to_string(b) + "]";
+    c.check(length >= 0 && length <= width * p.block_size, "seq_lens" + which,
+            "be between 0 and max_blocks * block_size (" + std::to_string(width * p.block_size) + ")",
+            std::to_string(length));
+    p.Tk = std::max(p.Tk, length);
+    first_block.push_back(int64_t(blocks.size()));
+    for (int64_t i = 0; i * p.block_size < length; ++i) {
+      const int32_t block = table[b * row_stride + i * stride];
+      c.check(block >= 0 && block < key_cache.size(0), "block_table" + which + "[" + std::to_string(i) + "]",
+              "be a block of the cache (0 to " + std::to_string(key_cache.size(0) - 1) + ")", std::to_string(block));
+      blocks.push_back(block);
+    }
+  }
+  blocks.push_back(0);  // never null: a null table means dense keys
+  p.block_table = blocks.data();
+  p.block_table_offsets = first_block.data();
+  p.seq_lens = lens.data();
+  Options options{causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, mask, bias};
+  options.apply(c, q, true, p);
+  q = unit_last_stride(q);
+  set_queries(q, p);
+  p.k = key_cache.const_data_ptr();
+  p.v = value_cache.const_data_ptr();
+  p.k_batch_stride = stride_of(key_cache, 0);
+  p.k_row_stride = stride_of(key_cache, 1);
+  p.k_head_stride = stride_of(key_cache, 2);
+  p.v_batch_stride = stride_of(value_cache, 0);
+  p.v_row_stride = stride_of(value_cache, 1);
+  p.v_head_stride = stride_of(value_cache, 2);
+  const auto result = make_outputs(q, p);
+  run(c.op, q, p);
+  return result;
+}
+
+OutAndLse merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) {
+  const Checker c{"merge_attention"};
+  const bool ragged = out_a.dim() == 3;
+  c.check(ragged || out_a.dim() == 4, "out_a", "have shape (B, T, H, D) or (total, H, D)", to_string(shape_of(out_a)));
+  c.same_device(out_a, "out_a", {{"lse_a", &lse_a}, {"out_b", &out_b}, {"lse_b", &lse_b}});
+  c.same_dtype({{"out_a", &out_a}, {"out_b", &out_b}});
+  const Shape shape = shape_of(out_a);
+  c.check(shape_of(out_b) == shape, "out_b", "have the shape of out_a " + to_string(shape), to_string(shape_of(out_b)));
+  const Shape lse_shape = ragged ? Shape{shape[1], shape[0]} : Shape{shape[0], shape[2], shape[1]};
+  const ScalarType accumulate = accumulate_dtype(out_a.scalar_type());
+  for (const auto& [name, lse] : {std::pair{"lse_a", &lse_a}, std::pair{"lse_b", &lse_b}}) {
+    c.shape(*lse, name, lse_shape, ragged ? "(H, total)" : "(B, H, T)");
+    c.dtype(*lse, name, accumulate);
+  }
+
+  MergeAttentionParams p{};
+  p.dtype = dtype_of(out_a.scalar_type());
+  p.B = ragged ? 1 : shape[0];
+  p.T = shape[ragged ? 0 : 1];
+  p.H = shape[ragged ? 1 : 2];
+  p.D = shape[ragged ? 2 : 3];
+  out_a = unit_last_stride(out_a);
+  out_b = unit_last_stride(out_b);
+  const int first = ragged ? 1 : 0;  // the batch stride of ragged tensors is 0
+  for (int i = first; i < 3; ++i) {
+    p.a_strides[i] = out_a.stride(i - first);
+    p.b_strides[i] = out_b.stride(i - first);
+    p.lse_a_strides[i] = lse_a.stride(i - first);
+    p.lse_b_strides[i] = lse_b.stride(i - first);
+  }
+  p.out_a = out_a.const_data_ptr();
+  p.out_b = out_b.const_data_ptr();
+  p.lse_a = lse_a.const_data_ptr();
+  p.lse_b = lse_b.const_data_ptr();
+  Tensor out = torch::stable::new_empty(out_a, shape);
+  Tensor lse = torch::stable::new_empty(out_a, lse_shape, accumulate);
+  p.out = out.mutable_data_ptr();
+  p.lse = lse.mutable_data_ptr();
+  if (p.B * p.T * p.H > 0) {
+    const Kernels& kernels = kernels_for(p.dtype);
+    launch(c.op, p, [](const MergeAttentionParams&, int) { return int64_t(0); }, kernels.merge_attention);
+  }
+  return {out, lse};
+}
+
+}  // namespace attn_ext::ops

@@ -1,0 +1,165 @@
+#include "ops/check.h"
+
+#include <stdexcept>
+
+namespace attn_ext::ops {
+
+std::string to_string(const Shape& shape) {
+  std::string s = "(";
+  for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + std::to_string(shape[i]);
+  return s + (shape.size() == 1 ? ",)" : ")");
+}
+
+std::string to_string(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
+    default: return "another dtype (" + std::to_string(int(dtype)) + ")";
+  }
+}
+
+Shape shape_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return Shape(sizes.begin(), sizes.end());
+}
+
+DType dtype_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float: return DType::f32;
+    case ScalarType::BFloat16: return DType::bf16;
+    case ScalarType::Half: return DType::f16;
+    case ScalarType::Double: return DType::f64;
+    case ScalarType::Bool: return DType::boolean;
+    default: throw std::logic_error("no kernel for " + to_string(dtype));
+  }
+}
+
+ScalarType accumulate_dtype(ScalarType dtype) {
+  return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+namespace {
+
+bool is_floating(ScalarType dtype) {
+  return dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::Half ||
+         dtype == ScalarType::BFloat16;
+}
+
+std::string device_of(const Tensor& t) {
+  int32_t type = 0, index = 0;
+  aoti_torch_get_device_type(t.get(), &type);
+  aoti_torch_get_device_index(t.get(), &index);
+  const std::string name = type == aoti_torch_device_type_cpu()    ? "cpu"
+                           : type == aoti_torch_device_type_cuda() ? "cuda"
+                           : type == aoti_torch_device_type_meta() ? "meta"
+                                                                   : "device type " + std::to_string(type);
+  return name == "cuda" ? name + ":" + std::to_string(index) : name;
+}
+
+}  // namespace
+
+void Checker::fail(const std::string& argument, const std::string& rule, const std::string& got) const {
+  throw std::runtime_error(std::string(op) + ": " + argument + " must " + rule + ", got " + got);
+}
+
+void Checker::rank(const Tensor& t, const char* name, int64_t rank, const char* layout) const {
+  check(t.dim() == rank, name, std::string("have shape ") + layout, to_string(shape_of(t)));
+}
+
+void Checker::shape(const Tensor& t, const char* name, const Shape& expected, const char* layout) const {
+  check(shape_of(t) == expected, name, std::string("have shape ") + layout + " = " + to_string(expected),
+        to_string(shape_of(t)));
+}
+
+void Checker::floating(const Tensor& t, const char* name) const {
+  check(is_floating(t.scalar_type()), name, "be float32, bfloat16, float16 or float64", to_string(t.scalar_type()));
+}
+
+void Checker::dtype(const Tensor& t, const char* name, ScalarType expected) const {
+  check(t.scalar_type() == expected, name, "be " + to_string(expected), to_string(t.scalar_type()));
+}
+
+void Checker::same_dtype(const std::vector<std::pair<const char*, const Tensor*>>& tensors) const {
+  floating(*tensors[0].second, tensors[0].first);
+  bool same = true;
+  std::string names, dtypes;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    same &= tensors[i].second->scalar_type() == tensors[0].second->scalar_type();
+    names += (i == 0 ? "" : i + 1 == tensors.size() ? " and " : ", ") + std::string(tensors[i].first);
+    dtypes += (i == 0 ? "" : ", ") + to_string(tensors[i].second->scalar_type());
+  }
+  check(same, names, "have the same dtype", dtypes);
+}
+
+void Checker::same_device(const Tensor& first, const char* first_name,
+                          const std::vector<std::pair<const char*, const Tensor*>>& others) const {
+  const std::string device = device_of(first);
+  for (const auto& [name, t] : others)
+    check(device_of(*t) == device, name, "be on the device of " + std::string(first_name) + " (" + device + ")",
+          device_of(*t));
+}
+
+void Checker::heads(int64_t H, int64_t Hkv) const {
+  check(H >= 1 && Hkv >= 1 && H % Hkv == 0, "the number of query heads",
+        "be a positive multiple of the number of key/value heads",
+        std::to_string(H) + " query heads and " + std::to_string(Hkv) + " key/value heads");
+}
+
+void Checker::caches(const Tensor& key_cache, const Tensor& value_cache) const {
+  const char* layout = "(num_blocks, block_size, Hkv, D)";
+  rank(key_cache, "key_cache", 4, layout);
+  rank(value_cache, "value_cache", 4, layout);
+  check(shape_of(key_cache) == shape_of(value_cache), "value_cache",
+        "have the shape of key_cache " + to_string(shape_of(key_cache)), to_string(shape_of(value_cache)));
+  check(key_cache.size(1) >= 1, "key_cache", "have a block size of at least 1", to_string(shape_of(key_cache)));
+  for (const auto& [name, cache] : {std::pair{"key_cache", &key_cache}, std::pair{"value_cache", &value_cache}})
+    check(cache->size(3) <= 1 || cache->stride(3) == 1, name, "have stride 1 in its last dimension",
+          "stride " + std::to_string(cache->stride(3)));
+}
+
+std::vector<int64_t> Checker::indices(const Tensor& t, const char* name, ScalarType expected) const {
+  dtype(t, name, expected);
+  check(t.dim() == 1, name, "have one dimension", to_string(shape_of(t)));
+  const int64_t n = t.size(0), stride = t.stride(0);
+  std::vector<int64_t> values(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i)
+    values[static_cast<size_t>(i)] = expected == ScalarType::Int
+                                         ? static_cast<const int32_t*>(t.const_data_ptr())[i * stride]
+                                         : static_cast<const int64_t*>(t.const_data_ptr())[i * stride];
+  return values;
+}
+
+Tensor unit_last_stride(const Tensor& t) {
+  if (t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1) return t;
+  return torch::stable::contiguous(t);
+}
+
+std::array<int64_t, 4> broadcast_strides(const Checker& c, const Tensor& t, const char* name,
+                                         const std::array<int64_t, 4>& target, const char* layout,
+                                         bool longer_allowed) {
+  const auto got = shape_of(t);
+  const int64_t missing = 4 - t.dim();
+  bool ok = missing >= 0;
+  std::array<int64_t, 4> strides{};
+  for (int64_t i = std::max<int64_t>(missing, 0); ok && i < 4; ++i) {
+    const int64_t size = t.size(i - missing), want = target[static_cast<size_t>(i)];
+    const bool may_be_longer = longer_allowed && i >= 2;
+    ok = size == 1 || size == want || (may_be_longer && size > want);
+    strides[static_cast<size_t>(i)] = size == 1 ? 0 : t.stride(i - missing);
+  }
+  c.check(ok, name,
+          std::string("broadcast to ") + layout + " = " + to_string(Shape(target.begin(), target.end())), to_string(got));
+  return strides;
+}
+
+}  // namespace attn_ext::ops

@@ -1,0 +1,65 @@
+// Argument checks, shared by every op and device. A failed check throws one line before anything is written:
+//
+//     <op>: <argument> must <rule>, got <what it got>
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "params.h"
+
+namespace attn_ext::ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Shape = std::vector<int64_t>;
+
+std::string to_string(const Shape& shape);  // "(2, 3)"
+std::string to_string(ScalarType dtype);    // "float32"
+Shape shape_of(const Tensor& t);
+DType dtype_of(ScalarType dtype);
+ScalarType accumulate_dtype(ScalarType dtype);  // float64 for float64, else float32
+
+// Checks the arguments of one op.
+struct Checker {
+  const char* op;
+
+  [[noreturn]] void fail(const std::string& argument, const std::string& rule, const std::string& got) const;
+  void check(bool ok, const std::string& argument, const std::string& rule, const std::string& got) const {
+    if (!ok) fail(argument, rule, got);
+  }
+
+  void rank(const Tensor& t, const char* name, int64_t rank, const char* layout) const;
+  void shape(const Tensor& t, const char* name, const Shape& expected, const char* layout) const;
+  void floating(const Tensor& t, const char* name) const;
+  void dtype(const Tensor& t, const char* name, ScalarType expected) const;
+  void same_dtype(const std::vector<std::pair<const char*, const Tensor*>>& tensors) const;
+  void same_device(const Tensor& first, const char* first_name,
+                   const std::vector<std::pair<const char*, const Tensor*>>& others) const;
+
+  // H query heads over Hkv key heads.
+  void heads(int64_t H, int64_t Hkv) const;
+
+  // Key and value caches (num_blocks, block_size, Hkv, D) that are written or read in place.
+  void caches(const Tensor& key_cache, const Tensor& value_cache) const;
+
+  // Values of a one-dimensional index tensor on the CPU.
+  std::vector<int64_t> indices(const Tensor& t, const char* name, ScalarType dtype) const;
+};
+
+// t itself where its last dimension has unit stride (or at most one element), else a contiguous copy.
+Tensor unit_last_stride(const Tensor& t);
+
+// Strides of t broadcast to `target`: 0 where t has one element for many. The last `t.dim()` dimensions count; a
+// dimension in `at_least` may also be longer than the target.
+std::array<int64_t, 4> broadcast_strides(const Checker& c, const Tensor& t, const char* name,
+                                         const std::array<int64_t, 4>& target, const char* layout,
+                                         bool longer_allowed);
+
+}  // namespace attn_ext::ops

@@ -1,0 +1,208 @@
+// linear, qkv_projection and qkv_projection_to_cache: checks and outputs.
+#include "cpu/backend.h"
+#include "ops/launch.h"
+#include "ops/ops.h"
+
+namespace attn_ext::ops {
+namespace {
+
+std::vector<std::pair<const char*, const Tensor*>> present(
+    std::initializer_list<std::pair<const char*, const OptionalTensor*>> optional) {
+  std::vector<std::pair<const char*, const Tensor*>> tensors;
+  for (const auto& [name, t] : optional)
+    if (t->has_value()) tensors.push_back({name, &t->value()});
+  return tensors;
+}
+
+// What every product has: x (..., K) seen as (M, K), weight (N, K), bias (N).
+struct Product {
+  LinearParams params{};
+  Tensor x, weight;
+  OptionalTensor bias;
+  Shape leading;  // x without its last dimension
+
+  Product(const Checker& c, const Tensor& x_in, const Tensor& weight_in, const OptionalTensor& bias_in)
+      : x(x_in), weight(weight_in), bias(bias_in) {
+    c.check(x.dim() >= 1, "x", "have shape (..., K)", to_string(shape_of(x)));
+    c.rank(weight, "weight", 2, "(N, K)");
+    const int64_t K = weight.size(1), N = weight.size(0);
+    c.check(x.size(x.dim() - 1) == K, "x", "have as last dimension the K of weight (" + std::to_string(K) + ")",
+            to_string(shape_of(x)));
+    std::vector<std::pair<const char*, const Tensor*>> tensors = {{"x", &x}, {"weight", &weight}};
+    if (bias) {
+      c.shape(*bias, "bias", {N}, "(N,)");
+      tensors.push_back({"bias", &*bias});
+    }
+    c.same_device(x, "x", tensors);
+    c.same_dtype(tensors);
+
+    leading = shape_of(x);
+    leading.pop_back();
+    int64_t M = 1;
+    for (const int64_t n : leading) M *= n;
+    weight = unit_last_stride(weight);
+    if (bias) bias = unit_last_stride(*bias);
+    params.dtype = dtype_of(x.scalar_type());
+    params.M = M;
+    params.N = N;
+    params.K = K;
+    x = as_rows(x, M, K, params.x_stride);
+    params.x = x.const_data_ptr();
+    params.weight = weight.const_data_ptr();
+    params.weight_stride = weight.stride(0);
+    params.bias = bias ? bias->const_data_ptr() : nullptr;
+  }
+
+  // t (..., C) as rows of one stride, without a copy where its strides allow it.
+  static Tensor as_rows(const Tensor& t, int64_t rows, int64_t columns, int64_t& stride) {
+    Tensor u = unit_last_stride(t);
+    stride = columns;
+    int64_t expected = -1;  // stride of dimension i if all leading dimensions are one
+    bool rows_of_one_stride = true;
+    for (int64_t i = u.dim() - 2; i >= 0; --i) {
+      if (u.size(i) == 1) continue;
+      if (expected < 0)
+        stride = u.stride(i);
+      else
+        rows_of_one_stride &= u.stride(i) == expected;
+      expected = u.stride(i) * u.size(i);
+    }
+    if (rows_of_one_stride || rows == 0) return u;
+    stride = columns;
+    return torch::stable::contiguous(u);
+  }
+};
+
+Activation activation_of(const Checker& c, const std::optional<std::string>& name) {
+  if (!name) return Activation::none;
+  if (*name == "gelu") return Activation::gelu;
+  if (*name == "gelu_tanh") return Activation::gelu_tanh;
+  if (*name == "silu") return Activation::silu;
+  c.fail("activation", "be None, 'gelu', 'gelu_tanh' or 'silu'", "'" + *name + "'");
+}
+
+void run(const char* op, LinearParams& params) {
+  if (params.M == 0 || params.N == 0) return;
+  const Kernels& kernels = kernels_for(params.dtype);
+  launch(op, params, kernels.linear_workspace, kernels.linear);
+}
+
+// (H + 2 Hkv) D rows of the fused weight -> D
+int64_t head_dim(const Checker& c, const Tensor& weight, int64_t n_heads, int64_t n_kv_heads) {
+  c.heads(n_heads, n_kv_heads);
+  c.rank(weight, "weight", 2, "((n_heads + 2 n_kv_heads) D, C)");
+  const int64_t heads = n_heads + 2 * n_kv_heads;
+  c.check(weight.size(0) > 0 && weight.size(0) % heads == 0, "weight",
+          "have a positive multiple of n_heads + 2 n_kv_heads (" + std::to_string(heads) + ") rows",
+          to_string(shape_of(weight)));
+  return weight.size(0) / heads;
+}
+
+}  // namespace
+
+Tensor linear(Tensor x, Tensor weight, OptionalTensor bias, std::optional<std::string> activation,
+              OptionalTensor residual) {
+  const Checker c{"linear"};
+  Product product(c, x, weight, bias);
+  LinearParams& p = product.params;
+  p.activation = activation_of(c, activation);
+  Shape shape = product.leading;
+  shape.push_back(p.N);
+  Tensor rows = x;
+  if (residual) {
+    c.shape(*residual, "residual", shape, "(..., N)");
+    c.same_device(x, "x", {{"residual", &*residual}});
+    c.same_dtype({{"x", &x}, {"residual", &*residual}});
+    rows = Product::as_rows(*residual, p.M, p.N, p.residual_stride);
+    p.residual = rows.const_data_ptr();
+  }
+  Tensor y = torch::stable::new_empty(x, shape);
+  p.y = y.mutable_data_ptr();
+  p.y_stride = p.N;
+  run(c.op, p);
+  return y;
+}
+
+Tensor qkv_projection(Tensor x, Tensor weight, OptionalTensor bias, int64_t n_heads, int64_t n_kv_heads) {
+  const Checker c{"qkv_projection"};
+  head_dim(c, weight, n_heads, n_kv_heads);
+  Product product(c, x, weight, bias);
+  LinearParams& p = product.params;
+  Shape shape = product.leading;
+  shape.push_back(p.N);
+  Tensor y = torch::stable::new_empty(x, shape);
+  p.y = y.mutable_data_ptr();
+  p.y_stride = p.N;
+  run(c.op, p);
+  return y;
+}
+
+Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Tensor key_cache, Tensor value_cache,
+                               Tensor slot_mapping, int64_t n_heads, int64_t n_kv_heads, OptionalTensor rope_cos,
+                               OptionalTensor rope_sin, OptionalTensor positions) {
+  const Checker c{"qkv_projection_to_cache"};
+  const int64_t D = head_dim(c, weight, n_heads, n_kv_heads);
+  c.same_device(x, "x", {{"key_cache", &key_cache}, {"value_cache", &value_cache}, {"slot_mapping", &slot_mapping}});
+  c.same_device(x, "x", present({{"rope_cos", &rope_cos}, {"rope_sin", &rope_sin}, {"positions", &positions}}));
+  Product product(c, x, weight, bias);
+  c.caches(key_cache, value_cache);
+  c.same_dtype({{"x", &x}, {"key_cache", &key_cache}, {"value_cache", &value_cache}});
+  c.check(key_cache.size(2) == n_kv_heads && key_cache.size(3) == D, "key_cache",
+          "have n_kv_heads " + std::to_string(n_kv_heads) + " and head_dim " + std::to_string(D),
+          to_string(shape_of(key_cache)));
+
+  QkvToCacheParams p{};
+  p.gemm = product.params;
+  p.H = n_heads;
+  p.Hkv = n_kv_heads;
+  p.D = D;
+  const auto slots = checked_slots(c, slot_mapping, p.gemm.M, key_cache);
+  p.slot_mapping = slots.data();
+
+  const int given = rope_cos.has_value() + rope_sin.has_value() + positions.has_value();
+  c.check(given == 0 || given == 3, "rope", "be None or (cos, sin, positions)", std::to_string(given) + " of the three");
+  std::vector<int64_t> position;
+  if (given) {
+    c.check(D % 2 == 0, "rope", "rotate an even head_dim", std::to_string(D));
+    c.rank(*rope_cos, "cos", 2, "(max_pos, D / 2)");
+    c.check(rope_cos->size(1) == D / 2, "cos", "have shape (max_pos, " + std::to_string(D / 2) + ")",
+            to_string(shape_of(*rope_cos)));
+    c.shape(*rope_sin, "sin", shape_of(*rope_cos), "(max_pos, D / 2)");
+    c.dtype(*rope_cos, "cos", ScalarType::Float);
+    c.dtype(*rope_sin, "sin", ScalarType::Float);
+    position = c.indices(*positions, "positions", ScalarType::Long);
+    c.check(int64_t(position.size()) == p.gemm.M, "positions",
+            "have one entry a token (" + std::to_string(p.gemm.M) + ")", std::to_string(position.size()));
+    for (size_t i = 0; i < position.size(); ++i)
+      c.check(position[i] >= 0 && position[i] < rope_cos->size(0), "positions[" + std::to_string(i) + "]",
+              "be a row of the rope tables (0 to " + std::to_string(rope_cos->size(0) - 1) + ")",
+              std::to_string(position[i]));
+    rope_cos = unit_last_stride(*rope_cos);
+    rope_sin = unit_last_stride(*rope_sin);
+    p.rope_cos = static_cast<const float*>(rope_cos->const_data_ptr());
+    p.rope_sin = static_cast<const float*>(rope_sin->const_data_ptr());
+    p.rope_cos_stride = rope_cos->stride(0);
+    p.rope_sin_stride = rope_sin->stride(0);
+    p.positions = position.data();
+  }
+
+  Shape shape = product.leading;
+  shape.push_back(n_heads);
+  shape.push_back(D);
+  Tensor q = torch::stable::new_empty(x, shape);
+  p.q = q.mutable_data_ptr();
+  p.key_cache = key_cache.mutable_data_ptr();
+  p.value_cache = value_cache.mutable_data_ptr();
+  p.block_size = key_cache.size(1);
+  for (int i = 0; i < 3; ++i) {
+    p.key_strides[i] = key_cache.stride(i);
+    p.value_strides[i] = value_cache.stride(i);
+  }
+  if (p.gemm.M > 0) {
+    const Kernels& kernels = kernels_for(p.gemm.dtype);
+    launch(c.op, p, kernels.qkv_to_cache_workspace, kernels.qkv_to_cache);
+  }
+  return q;
+}
+
+}  // namespace attn_ext::ops
