@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from attn_ext.loaders.weights import LoadError, Weights
+from attn_ext.loaders.weights import LoadError, Weights, load_pickled
 
 __all__ = ["download", "open_weights", "read_json"]
 
@@ -52,7 +52,7 @@ def open_weights(directory: Path, *, dtype: torch.dtype, device) -> Weights:
             raise LoadError(f"{index}: must hold a 'weight_map'")
         return _safetensors(directory, [directory / file for file in sorted(set(shards.values()))], dtype, device)
     if pickled.exists():
-        state = torch.load(pickled, map_location="cpu", weights_only=True)
+        state = load_pickled(pickled)
         return Weights(str(directory), state, state.__getitem__, dtype, device)
     raise LoadError(f"{directory}: no model.safetensors, model.safetensors.index.json or pytorch_model.bin")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from pathlib import Path
 
 import torch
 
-from attn_ext.loaders.weights import LoadError, Weights, build
+from attn_ext.loaders.weights import LoadError, Weights, build, load_pickled
 from attn_ext.nanogpt import GPT, GPTConfig
 
 COMPILED_PREFIX = "_orig_mod."  # torch.compile puts it before every name
@@ -16,10 +15,7 @@ COMPILED_PREFIX = "_orig_mod."  # torch.compile puts it before every name
 
 def load(path: Path, *, dtype: torch.dtype = torch.float32, device="cpu") -> GPT:
     """The model of a nanoGPT checkpoint. Nothing but tensors and plain values is unpickled (`weights_only`)."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
-        raise LoadError(f"{path}: not a checkpoint of tensors and plain values: {str(e).splitlines()[0]}") from e
+    checkpoint = load_pickled(path)
     for key in ("model", "model_args"):
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(key), dict):
             raise LoadError(f"{path}: a nanoGPT checkpoint must be a dict with a dict {key!r}")

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LoadError", "Weights", "build"]
+__all__ = ["LoadError", "Weights", "build", "load_pickled"]
 
 
 class LoadError(RuntimeError):
     """A model could not be loaded; the message is one line that names the file and what is wrong with it."""
+
+
+def load_pickled(path: Path):
+    """What torch.save wrote, tensors and plain values only (`weights_only`): no code in the file is run."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as e:
+        raise LoadError(f"{path}: not a file of tensors and plain values: {str(e).splitlines()[0]}") from e
 
 
 class Weights:
