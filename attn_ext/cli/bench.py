@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from attn_ext.cli.common import Threads, UserError, command, console, cpu_name, prepare
+from attn_ext.cli.common import Threads, UserError, command, console, cpu_name, set_threads
 
 
 @command
@@ -20,7 +20,7 @@ def bench(
     threads: Threads = None,
 ) -> None:
     """Time each op against torch on this machine: medians in turn on fresh data, and the machine's own limits."""
-    prepare(threads)
+    set_threads(threads)
     import torch
 
     import attn_ext
@@ -42,7 +42,7 @@ def bench(
         "python": platform.python_version(),
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
-        "backend": attn_ext.backends()[0],
+        "backend": attn_ext.active_backend(),
         "read_bytes_per_s": limits.read_bytes_per_s,
         "flops_per_s": {str(d).removeprefix("torch."): rate for d, rate in limits.flops_per_s.items()},
     }

@@ -15,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Model", "OptionalDtype", "Threads", "UserError", "command", "console", "cpu_name", "load", "prepare"]
+__all__ = ["Model", "OptionalDtype", "Threads", "UserError", "command", "console", "cpu_name", "load", "set_threads"]
 
 Model = Annotated[
     str,
@@ -36,11 +36,13 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def wrapper(**options) -> None:
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter must not stop the others
         try:
             status = function(**options) or 0
             sys.stdout.flush()
         except UserError as error:
-            print(f"attn-ext {function.__name__}: {_one_line(error)}", file=sys.stderr)
+            message = _one_line(error).removeprefix(f"{function.__name__}: ")
+            print(f"attn-ext {function.__name__}: {message}", file=sys.stderr)
             status = 1
         except KeyboardInterrupt:
             status = 130
@@ -66,17 +68,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, highlight=False)
 
 
-def prepare(threads: int | None = None) -> None:
-    """Import the library and set its threads; an environment it cannot work in becomes one line."""
-    try:
+def set_threads(threads: int | None) -> None:
+    """Use so many CPU threads, where the user said how many."""
+    if threads is not None:
         import torch
 
-        import attn_ext
-
-        attn_ext.backends()
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise UserError(_one_line(error)) from error
-    if threads is not None:
         torch.set_num_threads(threads)
 
 
@@ -101,7 +97,7 @@ def load(model: str, dtype: str | None):
     try:
         network, tokenizer = load_model(model, **({} if dtype is None else {"dtype": names[dtype]}))
     except LoadError as error:
-        raise UserError(f"--model {model}: {_one_line(error)}") from error
+        raise UserError(str(error)) from error
     if tokenizer is None:
-        raise UserError(f"--model {model}: no tokenizer; put the tokenizer.json it was trained with beside it")
+        raise UserError(f"{model}: no tokenizer; put the tokenizer.json it was trained with beside it")
     return network, tokenizer

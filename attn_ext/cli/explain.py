@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from attn_ext.cli.common import Model, OptionalDtype, Threads, UserError, command, console, load, prepare
+from attn_ext.cli.common import Model, OptionalDtype, Threads, UserError, command, console, load, set_threads
 
 
 @command
@@ -25,7 +25,7 @@ def explain(
     """Show every stage of one layer with its shape, and each head's scores, weights and value-weighted outputs."""
     if output is not None and output.suffix not in (".png", ".html"):
         raise UserError(f"--output must end in .png or .html, got {output}")
-    prepare(threads)
+    set_threads(threads)
     from attn_ext.explain import explain as take_apart
 
     if output is not None and output.suffix == ".png":

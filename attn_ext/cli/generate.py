@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attn_ext.cli.common import Model, OptionalDtype, Threads, UserError, command, console, load, prepare
+from attn_ext.cli.common import Model, OptionalDtype, Threads, UserError, command, console, load, set_threads
 
 if TYPE_CHECKING:
     from attn_ext.generate import Completion, Engine, Event
@@ -47,7 +46,7 @@ def generate(
 ) -> None:
     """Answer a prompt (or continue it with --no-chat), token by token. A summary follows on stderr."""
     prompts = _prompts(prompt, prompts_file)
-    prepare(threads)
+    set_threads(threads)
     from attn_ext.generate import Engine, SamplingParams
 
     try:
@@ -68,15 +67,15 @@ def generate(
     except (ValueError, RuntimeError) as error:  # a prompt too long, no memory for the cache
         raise UserError(str(error)) from error
 
-    usage = _PeakUsage(engine)
+    run = _Run(engine)
     try:
         if prompts_file is not None:
-            _run_all(engine, prompts, usage, progress=not quiet)
+            _run_all(run, prompts, progress=not quiet)
         else:
-            _run_one(engine, "" if chat else prompts[0], usage)
+            _run_one(run, "" if chat else prompts[0])
     finally:  # after Ctrl-C too
         if not quiet:
-            _print_summary(engine, usage)
+            _print_summary(run)
 
 
 def _prompts(prompt: str | None, prompts_file: Path | None) -> list[str]:
@@ -109,79 +108,83 @@ def _chat(tokenizer, system: str, text: str) -> list[int]:
         return tokenizer.chat([user])  # a template that knows no system messages
 
 
-class _PeakUsage:
-    """Steps the engine and remembers how the cache was used when it was fullest."""
+class _Run:
+    """Steps the engine, and remembers how the cache was used when it was fullest and how each request ended."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.peak: CacheStats = engine.cache.stats()
+        self.done: dict[int, Completion] = {}
 
     def step(self) -> list[Event]:
         events = self.engine.step()
+        self.done |= {event.request_id: event.completion for event in events if event.completion is not None}
         now = self.engine.cache.stats()
         if now.used > self.peak.used:
             self.peak = now
         return events
 
 
-def _run_one(engine: Engine, shown_first: str, usage: _PeakUsage) -> None:
-    write: Callable[[str], object] = sys.stdout.write
-    write(shown_first)
+def _run_one(run: _Run, shown_first: str) -> None:
+    sys.stdout.write(shown_first)
     try:
-        while engine.has_work:
-            for event in usage.step():
-                write(event.text)
+        while run.engine.has_work:
+            sys.stdout.write("".join(event.text for event in run.step()))
             sys.stdout.flush()
     finally:
-        write("\n")
+        sys.stdout.write("\n")
         sys.stdout.flush()
 
 
-def _run_all(engine: Engine, prompts: list[str], usage: _PeakUsage, progress: bool) -> None:
+def _run_all(run: _Run, prompts: list[str], progress: bool) -> None:
     """Answers are printed in the order of the prompts, each as soon as it and those before it are done."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    done: dict[int, Completion] = {}
-    printed = 0
     columns = TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
     err = console(stderr=True)
-    # A bar shares the terminal with the answers, or leaves stdout alone where that is a file.
-    bar = Progress(*columns, console=err, transient=True, redirect_stdout=sys.stdout.isatty(),
-                   disable=not (progress and err.is_terminal))  # fmt: skip
+    # The bar shares a terminal with the answers, but must not draw them to itself where stdout is a file.
+    bar = Progress(
+        *columns, console=err, transient=True, redirect_stdout=sys.stdout.isatty(),
+        disable=not (progress and err.is_terminal),
+    )  # fmt: skip
+    printed = 0
     with bar:
         task = bar.add_task("", total=len(prompts))
-        while engine.has_work:
-            for event in usage.step():
-                if event.completion is not None:
-                    done[event.request_id] = event.completion
-            while printed in done:
-                text = done[printed].text.strip()
-                print(f"{'' if printed == 0 else chr(10)}> {prompts[printed]}\n{text}", flush=True)
+        while run.engine.has_work:
+            run.step()
+            while printed in run.done:
+                separator = "" if printed == 0 else "\n"
+                print(f"{separator}> {prompts[printed]}\n{run.done[printed].text.strip()}", flush=True)
                 printed += 1
-            stats = engine.stats()
+            stats = run.engine.stats()
             queue = f"{stats.running} running, {stats.waiting} waiting"
-            rate = f"{stats.tokens_per_second:.1f} tokens/s"
             blocks = f"{stats.cache.used} of {stats.cache.num_blocks} blocks"
-            bar.update(task, completed=len(done), description=f"{queue}, {rate}, {blocks}")
+            bar.update(
+                task, completed=len(run.done), description=f"{queue}, {stats.tokens_per_second:.1f} tokens/s, {blocks}"
+            )
 
 
-def _print_summary(engine: Engine, usage: _PeakUsage) -> None:
-    stats, peak = engine.stats(), usage.peak
-    first = stats.time_to_first_token
-    parts = [
-        f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s",
-        "no token yet"
-        if first is None
-        else f"first token after {first:.2f} s" + (" (mean)" if stats.finished > 1 else ""),
-    ]
-    slots = peak.used * peak.block_size
-    cache = [
-        f"{stats.peak_blocks} of {peak.num_blocks} blocks used at most",
-        f"{peak.shared} shared",
-        f"{peak.wasted_slots} of {slots} slots wasted" + (f" ({peak.wasted_slots / slots:.0%})" if slots else ""),
-        f"{stats.prefix_hit_tokens} prompt tokens reused",
-        f"{stats.preemptions} preemptions",
-    ]
+def _print_summary(run: _Run) -> None:
+    stats, peak = run.engine.stats(), run.peak
+    tokens = [f"{_count(stats.generated_tokens, 'token')}, {stats.tokens_per_second:.1f} tokens/s"]
+    if stats.time_to_first_token is not None:
+        mean = " on average" if len(run.done) > 1 else ""
+        tokens.append(f"first token after {stats.time_to_first_token:.2f} s{mean}")
+    for reason, words in (("length", "at the length limit"), ("cache_full", "because the cache is full")):
+        if n := sum(completion.finish_reason == reason for completion in run.done.values()):
+            tokens.append(f"{'' if len(run.done) == 1 else f'{n} '}ended {words}")
+    cache = [f"at most {stats.peak_blocks} of {_count(peak.num_blocks, 'block')} used"]
+    if peak.used:  # (a request that ends in its first step is never seen in the cache)
+        slots = peak.used * peak.block_size
+        cache.append(
+            f"{peak.shared} shared, {peak.wasted_slots} of {slots} slots wasted ({peak.wasted_slots / slots:.0%})"
+        )
+    cache.append(f"{_count(stats.prefix_hit_tokens, 'prompt token')} reused")
+    cache.append(_count(stats.preemptions, "preemption"))
     console(stderr=True).print(
-        f"\n{', '.join(parts)}\nKV cache: {', '.join(cache)}", style="dim", markup=False, soft_wrap=True
+        f"\n{', '.join(tokens)}\nKV cache: {', '.join(cache)}", style="dim", markup=False, soft_wrap=True
     )
+
+
+def _count(n: int, thing: str) -> str:
+    return f"{n} {thing}{'' if n == 1 else 's'}"
