@@ -73,20 +73,21 @@ struct AttentionParams {
   int64_t out_batch_stride, out_row_stride, out_head_stride;
   void* lse;  // natural log, accumulation type (float; double for f64)
   int64_t lse_batch_stride, lse_head_stride;
-  const int64_t* cu_seqlens_q;  // (B + 1) or null
+  const int32_t* cu_seqlens_q;  // (B + 1) or null
   int64_t Tq;                   // queries per sequence without cu_seqlens_q; else their maximum
 
   // Keys and values. Dense (block_table null): rows of sequence b start at cu_seqlens_k[b] or at b * batch_stride.
-  // Paged: token t of sequence b lives in block block_table[block_table_offsets[b] + t / block_size].
+  // Paged: token t of sequence b lives in block block_table[b * block_table_stride + t / block_size]; entries past a
+  // sequence's need are never read.
   const void* k;
   const void* v;
   int64_t k_batch_stride, k_row_stride, k_head_stride;  // paged: batch stride = block stride
   int64_t v_batch_stride, v_row_stride, v_head_stride;
-  const int64_t* cu_seqlens_k;         // (B + 1) or null
-  const int64_t* seq_lens;             // (B) keys per sequence, paged only
-  const int32_t* block_table;          // concatenated used entries of all sequences, or null
-  const int64_t* block_table_offsets;  // (B)
-  int64_t block_size;                  // tokens
+  const int32_t* cu_seqlens_k;  // (B + 1) or null
+  const int32_t* seq_lens;      // (B) keys per sequence, paged only
+  const int32_t* block_table;   // (B, max_blocks), or null
+  int64_t block_table_stride;
+  int64_t block_size;           // tokens
   int64_t Tk;                          // keys per sequence (dense), else their maximum
 
   // Score transform and visibility.

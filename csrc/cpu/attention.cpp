@@ -46,7 +46,7 @@ Sequence sequence(const AttentionParams& p, int64_t b) {
   }
   if (p.block_table) {
     s.Tk = p.seq_lens[b];
-    s.blocks = p.block_table + p.block_table_offsets[b];
+    s.blocks = p.block_table + b * p.block_table_stride;
   } else if (p.cu_seqlens_k) {
     s.Tk = p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b];
     s.k_offset = p.cu_seqlens_k[b] * p.k_row_stride;

@@ -81,18 +81,18 @@ void check_head_dim(const Checker& c, const Tensor& q, const Tensor& k, const ch
 }
 
 // Boundaries of ragged sequences: 0, ascending, ending at `total`.
-std::vector<int64_t> checked_cu_seqlens(const Checker& c, const Tensor& t, const char* name, int64_t total,
-                                        int64_t& longest) {
-  const auto cu = c.indices(t, name, ScalarType::Int);
-  c.check(!cu.empty() && cu.front() == 0, name, "start with 0", cu.empty() ? "no entry" : std::to_string(cu.front()));
+Indices<int32_t> checked_cu_seqlens(const Checker& c, const Tensor& t, const char* name, int64_t total,
+                                    int64_t& longest) {
+  const auto cu = c.indices<int32_t>(t, name);
+  c.check(cu.size > 0 && cu[0] == 0, name, "start with 0", cu.size == 0 ? "no entry" : std::to_string(cu[0]));
   longest = 0;
-  for (size_t i = 1; i < cu.size(); ++i) {
+  for (int64_t i = 1; i < cu.size; ++i) {
     c.check(cu[i] >= cu[i - 1], name, "never decrease",
             std::to_string(cu[i - 1]) + " then " + std::to_string(cu[i]) + " at " + std::to_string(i));
-    longest = std::max(longest, cu[i] - cu[i - 1]);
+    longest = std::max<int64_t>(longest, cu[i] - cu[i - 1]);
   }
-  c.check(cu.back() == total, name, "end with the number of rows (" + std::to_string(total) + ")",
-          std::to_string(cu.back()));
+  c.check(cu[cu.size - 1] == total, name, "end with the number of rows (" + std::to_string(total) + ")",
+          std::to_string(cu[cu.size - 1]));
   return cu;
 }
 
@@ -197,13 +197,13 @@ OutAndLse attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Te
   p.D = q.size(2);
   const auto cu_q = checked_cu_seqlens(c, cu_seqlens_q, "cu_seqlens_q", q.size(0), p.Tq);
   const auto cu_k = checked_cu_seqlens(c, cu_seqlens_k, "cu_seqlens_k", k.size(0), p.Tk);
-  c.check(cu_k.size() == cu_q.size(), "cu_seqlens_k",
-          "have as many entries as cu_seqlens_q (" + std::to_string(cu_q.size()) + ")", std::to_string(cu_k.size()));
+  c.check(cu_k.size == cu_q.size, "cu_seqlens_k",
+          "have as many entries as cu_seqlens_q (" + std::to_string(cu_q.size) + ")", std::to_string(cu_k.size));
   check_longest(c, max_seqlen_q, "max_seqlen_q", p.Tq);
   check_longest(c, max_seqlen_k, "max_seqlen_k", p.Tk);
-  p.B = int64_t(cu_q.size()) - 1;
-  p.cu_seqlens_q = cu_q.data();
-  p.cu_seqlens_k = cu_k.data();
+  p.B = cu_q.size - 1;
+  p.cu_seqlens_q = cu_q.data;
+  p.cu_seqlens_k = cu_k.data;
   Options options{causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, mask, bias};
   options.apply(c, q, true, p);
   q = unit_last_stride(q);
@@ -238,7 +238,7 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
   c.heads(H, key_cache.size(2));
   c.rank(block_table, "block_table", 2, "(B, max_blocks)");
   c.dtype(block_table, "block_table", ScalarType::Int);
-  const auto lens = c.indices(seq_lens, "seq_lens", ScalarType::Int);
+  const auto lens = c.indices<int32_t>(seq_lens, "seq_lens");
 
   AttentionParams p{};
   p.dtype = dtype_of(q.scalar_type());
@@ -246,46 +246,40 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
   p.Hkv = key_cache.size(2);
   p.D = key_cache.size(3);
   p.block_size = key_cache.size(1);
-  std::vector<int64_t> cu_q;
+  std::optional<Indices<int32_t>> cu_q;
   if (ragged) {
     cu_q = checked_cu_seqlens(c, *cu_seqlens_q, "cu_seqlens_q", q.size(0), p.Tq);
-    check_longest(c, max_seqlen_q, "max_seqlen_q", p.Tq);
-    p.B = int64_t(cu_q.size()) - 1;
-    p.cu_seqlens_q = cu_q.data();
+    p.B = cu_q->size - 1;
+    p.cu_seqlens_q = cu_q->data;
   } else {
     p.B = q.size(0);
     p.Tq = q.size(1);
-    check_longest(c, max_seqlen_q, "max_seqlen_q", p.Tq);
   }
-  c.check(int64_t(lens.size()) == p.B, "seq_lens", "have one entry a sequence (" + std::to_string(p.B) + ")",
-          std::to_string(lens.size()));
+  check_longest(c, max_seqlen_q, "max_seqlen_q", p.Tq);
+  c.check(lens.size == p.B, "seq_lens", "have one entry a sequence (" + std::to_string(p.B) + ")",
+          std::to_string(lens.size));
   c.check(block_table.size(0) == p.B, "block_table", "have one row a sequence (" + std::to_string(p.B) + ")",
           to_string(shape_of(block_table)));
 
-  // The entries each sequence needs, checked and side by side; those past them are never read.
-  std::vector<int32_t> blocks;
-  std::vector<int64_t> first_block;
-  const int32_t* table = static_cast<const int32_t*>(block_table.const_data_ptr());
-  const int64_t row_stride = block_table.stride(0), stride = block_table.stride(1), width = block_table.size(1);
+  // Only the entries a sequence needs are looked at.
+  block_table = unit_last_stride(block_table);
+  p.block_table = static_cast<const int32_t*>(block_table.const_data_ptr());
+  p.block_table_stride = block_table.stride(0);
+  p.seq_lens = lens.data;
+  const int64_t capacity = block_table.size(1) * p.block_size, blocks = key_cache.size(0);
   for (int64_t b = 0; b < p.B; ++b) {
-    const int64_t length = lens[size_t(b)];
-    const std::string which = "[" + std::to_string(b) + "]";
-    c.check(length >= 0 && length <= width * p.block_size, "seq_lens" + which,
-            "be between 0 and max_blocks * block_size (" + std::to_string(width * p.block_size) + ")",
-            std::to_string(length));
-    p.Tk = std::max(p.Tk, length);
-    first_block.push_back(int64_t(blocks.size()));
-    for (int64_t i = 0; i * p.block_size < length; ++i) {
-      const int32_t block = table[b * row_stride + i * stride];
-      c.check(block >= 0 && block < key_cache.size(0), "block_table" + which + "[" + std::to_string(i) + "]",
-              "be a block of the cache (0 to " + std::to_string(key_cache.size(0) - 1) + ")", std::to_string(block));
-      blocks.push_back(block);
+    c.check(lens[b] >= 0 && lens[b] <= capacity, "seq_lens[" + std::to_string(b) + "]",
+            "be between 0 and max_blocks * block_size (" + std::to_string(capacity) + ")", std::to_string(lens[b]));
+    p.Tk = std::max<int64_t>(p.Tk, lens[b]);
+    for (int64_t i = 0; i * p.block_size < lens[b]; ++i) {
+      const int32_t block = p.block_table[b * p.block_table_stride + i];
+      if (block < 0 || block >= blocks)
+        c.fail("block_table[" + std::to_string(b) + "][" + std::to_string(i) + "]",
+               "be a block of the cache (0 to " + std::to_string(blocks - 1) + ")", std::to_string(block));
     }
   }
-  blocks.push_back(0);  // never null: a null table means dense keys
-  p.block_table = blocks.data();
-  p.block_table_offsets = first_block.data();
-  p.seq_lens = lens.data();
+  static const int32_t no_blocks = 0;
+  if (!p.block_table) p.block_table = &no_blocks;  // an empty table has no storage, and null means dense keys
   Options options{causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, mask, bias};
   options.apply(c, q, true, p);
   q = unit_last_stride(q);

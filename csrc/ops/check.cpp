@@ -127,18 +127,6 @@ void Checker::caches(const Tensor& key_cache, const Tensor& value_cache) const {
           "stride " + std::to_string(cache->stride(3)));
 }
 
-std::vector<int64_t> Checker::indices(const Tensor& t, const char* name, ScalarType expected) const {
-  dtype(t, name, expected);
-  check(t.dim() == 1, name, "have one dimension", to_string(shape_of(t)));
-  const int64_t n = t.size(0), stride = t.stride(0);
-  std::vector<int64_t> values(static_cast<size_t>(n));
-  for (int64_t i = 0; i < n; ++i)
-    values[static_cast<size_t>(i)] = expected == ScalarType::Int
-                                         ? static_cast<const int32_t*>(t.const_data_ptr())[i * stride]
-                                         : static_cast<const int64_t*>(t.const_data_ptr())[i * stride];
-  return values;
-}
-
 Tensor unit_last_stride(const Tensor& t) {
   if (t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1) return t;
   return torch::stable::contiguous(t);

@@ -26,6 +26,18 @@ Shape shape_of(const Tensor& t);
 DType dtype_of(ScalarType dtype);
 ScalarType accumulate_dtype(ScalarType dtype);  // float64 for float64, else float32
 
+// The values of a one-dimensional index tensor.
+template <class Int>
+struct Indices {
+  Tensor held;
+  const Int* data;
+  int64_t size;
+
+  explicit Indices(const Tensor& t)
+      : held(torch::stable::contiguous(t)), data(static_cast<const Int*>(held.const_data_ptr())), size(t.size(0)) {}
+  Int operator[](int64_t i) const { return data[i]; }
+};
+
 // Checks the arguments of one op.
 struct Checker {
   const char* op;
@@ -49,8 +61,13 @@ struct Checker {
   // Key and value caches (num_blocks, block_size, Hkv, D) that are written or read in place.
   void caches(const Tensor& key_cache, const Tensor& value_cache) const;
 
-  // Values of a one-dimensional index tensor on the CPU.
-  std::vector<int64_t> indices(const Tensor& t, const char* name, ScalarType dtype) const;
+  // A one-dimensional int32 or int64 tensor, made contiguous where it is not.
+  template <class Int>
+  Indices<Int> indices(const Tensor& t, const char* name) const {
+    dtype(t, name, sizeof(Int) == 4 ? ScalarType::Int : ScalarType::Long);
+    check(t.dim() == 1, name, "have one dimension", to_string(shape_of(t)));
+    return Indices<Int>(t);
+  }
 };
 
 // t itself where its last dimension has unit stride (or at most one element), else a contiguous copy.

@@ -7,15 +7,14 @@
 
 namespace attn_ext::ops {
 
-std::vector<int64_t> checked_slots(const Checker& c, const Tensor& slot_mapping, int64_t tokens,
-                                   const Tensor& key_cache) {
-  const auto slots = c.indices(slot_mapping, "slot_mapping", ScalarType::Long);
-  c.check(int64_t(slots.size()) == tokens, "slot_mapping", "have one entry a token (" + std::to_string(tokens) + ")",
-          std::to_string(slots.size()));
+Indices<int64_t> checked_slots(const Checker& c, const Tensor& slot_mapping, int64_t tokens, const Tensor& key_cache) {
+  const auto slots = c.indices<int64_t>(slot_mapping, "slot_mapping");
+  c.check(slots.size == tokens, "slot_mapping", "have one entry a token (" + std::to_string(tokens) + ")",
+          std::to_string(slots.size));
   const int64_t last = key_cache.size(0) * key_cache.size(1) - 1;
   bool ascending = true;
   int64_t before = -1;
-  for (size_t i = 0; i < slots.size(); ++i) {
+  for (int64_t i = 0; i < slots.size; ++i) {
     c.check(slots[i] >= -1 && slots[i] <= last, "slot_mapping[" + std::to_string(i) + "]",
             "be -1 (skip) or a slot of the cache (0 to " + std::to_string(last) + ")", std::to_string(slots[i]));
     if (slots[i] < 0) continue;
@@ -23,7 +22,7 @@ std::vector<int64_t> checked_slots(const Checker& c, const Tensor& slot_mapping,
     before = slots[i];
   }
   if (!ascending) {
-    auto sorted = slots;
+    std::vector<int64_t> sorted(slots.data, slots.data + slots.size);
     std::sort(sorted.begin(), sorted.end());
     for (size_t i = 1; i < sorted.size(); ++i)
       c.check(sorted[i] < 0 || sorted[i] != sorted[i - 1], "slot_mapping", "name each slot once",
@@ -67,7 +66,7 @@ void append_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, T
     p.key_strides[i] = key_cache.stride(i);
     p.value_strides[i] = value_cache.stride(i);
   }
-  p.slot_mapping = slots.data();
+  p.slot_mapping = slots.data;
   if (p.D > 0) attn_ext::append_kv(p, Launch{});
 }
 

@@ -157,11 +157,11 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
   p.Hkv = n_kv_heads;
   p.D = D;
   const auto slots = checked_slots(c, slot_mapping, p.gemm.M, key_cache);
-  p.slot_mapping = slots.data();
+  p.slot_mapping = slots.data;
 
   const int given = rope_cos.has_value() + rope_sin.has_value() + positions.has_value();
   c.check(given == 0 || given == 3, "rope", "be None or (cos, sin, positions)", std::to_string(given) + " of the three");
-  std::vector<int64_t> position;
+  std::optional<Indices<int64_t>> position;
   if (given) {
     c.check(D % 2 == 0, "rope", "rotate an even head_dim", std::to_string(D));
     c.rank(*rope_cos, "cos", 2, "(max_pos, D / 2)");
@@ -170,20 +170,20 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
     c.shape(*rope_sin, "sin", shape_of(*rope_cos), "(max_pos, D / 2)");
     c.dtype(*rope_cos, "cos", ScalarType::Float);
     c.dtype(*rope_sin, "sin", ScalarType::Float);
-    position = c.indices(*positions, "positions", ScalarType::Long);
-    c.check(int64_t(position.size()) == p.gemm.M, "positions",
-            "have one entry a token (" + std::to_string(p.gemm.M) + ")", std::to_string(position.size()));
-    for (size_t i = 0; i < position.size(); ++i)
-      c.check(position[i] >= 0 && position[i] < rope_cos->size(0), "positions[" + std::to_string(i) + "]",
+    position = c.indices<int64_t>(*positions, "positions");
+    c.check(position->size == p.gemm.M, "positions", "have one entry a token (" + std::to_string(p.gemm.M) + ")",
+            std::to_string(position->size));
+    for (int64_t i = 0; i < position->size; ++i)
+      c.check((*position)[i] >= 0 && (*position)[i] < rope_cos->size(0), "positions[" + std::to_string(i) + "]",
               "be a row of the rope tables (0 to " + std::to_string(rope_cos->size(0) - 1) + ")",
-              std::to_string(position[i]));
+              std::to_string((*position)[i]));
     rope_cos = unit_last_stride(*rope_cos);
     rope_sin = unit_last_stride(*rope_sin);
     p.rope_cos = static_cast<const float*>(rope_cos->const_data_ptr());
     p.rope_sin = static_cast<const float*>(rope_sin->const_data_ptr());
     p.rope_cos_stride = rope_cos->stride(0);
     p.rope_sin_stride = rope_sin->stride(0);
-    p.positions = position.data();
+    p.positions = position->data;
   }
 
   Shape shape = product.leading;

@@ -36,7 +36,6 @@ void append_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, T
 void copy_blocks(Tensor key_cache, Tensor value_cache, Tensor block_pairs);
 
 // Slots of a cache with these blocks: -1 or a slot of it, none twice.
-std::vector<int64_t> checked_slots(const Checker& c, const Tensor& slot_mapping, int64_t tokens,
-                                   const Tensor& key_cache);
+Indices<int64_t> checked_slots(const Checker& c, const Tensor& slot_mapping, int64_t tokens, const Tensor& key_cache);
 
 }  // namespace attn_ext::ops
