@@ -42,6 +42,7 @@ struct QkvToCacheParams {
   const float* rope_sin;                                   // (max_pos, D / 2), or null
   int64_t rope_cos_stride, rope_sin_stride;
   const int64_t* positions;  // (M), row of the rope tables
+  int64_t num_blocks, max_pos;  // what slots and positions stay below; a device checks them where it uses them
 };
 
 // out = softmax(scale * scores + mask) over the last dimension, scores (B0, B1, Tq, Tk)
@@ -104,6 +105,11 @@ struct AttentionParams {
   const void* bias;             // broadcast to (B, H, Tq, Tk), or null
   DType bias_dtype;
   int64_t bias_strides[4];
+
+  // What index tensors may name. The CPU path has checked them; a device, whose tables the host cannot read without
+  // waiting for it, clamps to these where it uses them.
+  int64_t total_q, total_k;  // rows of q and of k with cu_seqlens
+  int64_t num_blocks;        // paged
 };
 
 // out, lse = the union of two partial attentions over disjoint keys
@@ -131,6 +137,7 @@ struct AppendKvParams {
   void* value_cache;
   int64_t key_strides[3], value_strides[3];  // of (block, token in block, head)
   const int64_t* slot_mapping;               // (tokens), -1 = skip
+  int64_t num_blocks;
 };
 
 // Blocks of one cache copied as if all at once.
@@ -140,6 +147,7 @@ struct CopyBlocksParams {
   void* cache;
   int64_t strides[3];         // of (block, token in block, head)
   const int64_t* block_pairs;  // (pairs, 2): source, destination; destinations are distinct
+  int64_t num_blocks;
 };
 
 // How a kernel runs: worker threads and their scratch memory.
