@@ -1,6 +1,7 @@
 // What csrc/ops calls to run on a GPU: one launcher per op, the same names and params as the CPU kernels.
 //
-// Launchers enqueue on the given stream of the current device and never wait for it. What tensors hold (slots, tables,
+// Launchers enqueue on the given stream of the current device, never wait for it, and throw std::runtime_error if that
+// fails. What tensors hold (slots, tables,
 // lengths) is on the device: kernels guard what they read from it, they cannot report it.
 #pragma once
 
@@ -10,26 +11,23 @@ namespace attn_ext::cuda {
 
 // Where a kernel runs, and its scratch memory.
 struct Launch {
-  void* stream;         // cudaStream_t
-  char* workspace;      // 256-byte aligned, as many bytes as the kernel's *_workspace function asked for
-  int multiprocessors;  // of the device; chooses tiles, never changes a result
+  void* stream;     // cudaStream_t
+  char* workspace;  // 256-byte aligned, as many bytes as the kernel's *_workspace function asked for
 };
 
 // Dtypes: float32, bfloat16 and float16 everywhere; append_kv and copy_blocks move elements of any size.
 void linear(const LinearParams&, const Launch&);
 void qkv_to_cache(const QkvToCacheParams&, const Launch&);
 void masked_softmax(const MaskedSoftmaxParams&, const Launch&);
-int64_t attention_workspace(const AttentionParams&, int multiprocessors);
+int64_t attention_workspace(const AttentionParams&);
 void attention(const AttentionParams&, const Launch&);
 void merge_attention(const MergeAttentionParams&, const Launch&);
 void append_kv(const AppendKvParams&, const Launch&);
-int64_t copy_blocks_workspace(const CopyBlocksParams&, int multiprocessors);
+int64_t copy_blocks_workspace(const CopyBlocksParams&);
 void copy_blocks(const CopyBlocksParams&, const Launch&);
 
-// The CUDA runtime, as csrc/ops needs it (runtime.cu).
-const char* take_error();          // what went wrong since the last call, or null
-int current_device();              // of this thread
-void set_device(int device);       // of this thread
-int multiprocessors(int device);
+// The device of this thread (runtime.cu).
+int current_device();
+void set_device(int device);
 
 }  // namespace attn_ext::cuda
