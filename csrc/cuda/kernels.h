@@ -1,8 +1,8 @@
 // What csrc/ops calls to run on a GPU: one launcher per op, the same names and params as the CPU kernels.
 //
 // Launchers enqueue on the given stream of the current device, never wait for it, and throw std::runtime_error if that
-// fails. What tensors hold (slots, tables,
-// lengths) is on the device: kernels guard what they read from it, they cannot report it.
+// fails. What index tensors hold (slots, tables, lengths) is on the device: kernels guard what they read from it, they
+// cannot report it.
 #pragma once
 
 #include "params.h"

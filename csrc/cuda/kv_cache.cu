@@ -1,0 +1,1 @@
+#include "cuda/kv_cache.cuh"
