@@ -27,7 +27,7 @@
 #define ATTN_HOST_DEVICE __host__ __device__ __forceinline__
 // ATTN_KERNEL(128, 2) name(args): at most 128 threads, at least 2 blocks per multiprocessor.
 #define ATTN_KERNEL(max_threads, min_blocks) \
-  inline __global__ void __launch_bounds__(max_threads, min_blocks)
+  __global__ void __launch_bounds__(max_threads, min_blocks)
 #define ATTN_CONSTANT_PARAM const __grid_constant__  // kernel parameter that is only read
 #define ATTN_UNROLL _Pragma("unroll")
 #define ATTN_NO_UNROLL _Pragma("unroll 1")

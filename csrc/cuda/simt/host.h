@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "fiber.h"
 #include "warp_ops.h"
 
 namespace simt {
@@ -59,7 +60,7 @@ struct Thread {
   int lane, warp_id;
   int id;             // linear
   Warp* warp;
-  void* stack_pointer;
+  fiber::Context context;
   enum State : uint8_t { running, at_barrier, exited } state;
   u32 groups;         // of cp.async, committed
   std::vector<AsyncCopy> copies;
@@ -180,4 +181,14 @@ inline float ex2(float x) {
 }
 
 }  // namespace host
+
+// Runs body(context); null, or the message of what it threw (valid until the next call).
+const char* guarded(void (*body)(void*), void* context);
+
+// The same for a callable: what a C entry point of a test library returns.
+template <class F>
+const char* guarded(F body) {
+  return guarded([](void* context) { (*static_cast<F*>(context))(); }, &body);
+}
+
 }  // namespace simt
