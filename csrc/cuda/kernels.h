@@ -26,8 +26,15 @@ void append_kv(const AppendKvParams&, const Launch&);
 int64_t copy_blocks_workspace(const CopyBlocksParams&);
 void copy_blocks(const CopyBlocksParams&, const Launch&);
 
-// The device of this thread (runtime.cu).
-int current_device();
-void set_device(int device);
+// Makes a device current for this thread while it lives (runtime.cu).
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+
+ private:
+  void* before_;  // context of the driver
+};
 
 }  // namespace attn_ext::cuda

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cpu/backend.h"
 #include "ops/launch.h"
 #include "ops/ops.h"
 
@@ -16,6 +15,19 @@ struct Options {
   int64_t window_left, window_right;
   double softcap;
   OptionalTensor alibi_slopes, sinks, mask, bias;
+
+  // Is there a mask or bias for fewer rows or keys than these? Then the lengths of ragged sequences must be known.
+  bool covers_less(int64_t Tq, int64_t Tk) const {
+    const auto less = [&](const OptionalTensor& t) {
+      const auto shorter = [&](int64_t from_end, int64_t length) {
+        if (t->dim() < from_end) return false;
+        const int64_t size = t->size(t->dim() - from_end);
+        return size != 1 && size < length;
+      };
+      return t.has_value() && (shorter(2, Tq) || shorter(1, Tk));
+    };
+    return less(mask) || less(bias);
+  }
 
   // Fills the transform fields of p. Broadcast targets are (B, H, Tq, Tk); with ragged lengths these are maxima, and a
   // mask or bias may be longer.
@@ -80,11 +92,18 @@ void check_head_dim(const Checker& c, const Tensor& q, const Tensor& k, const ch
           std::to_string(k.size(k.dim() - 1)));
 }
 
-// Boundaries of ragged sequences: 0, ascending, ending at `total`.
+// Boundaries of ragged sequences: 0, ascending, ending at `total`. On a device, where they are not known, the longest
+// is taken to be what is given or, without that, all rows.
 Indices<int32_t> checked_cu_seqlens(const Checker& c, const Tensor& t, const char* name, int64_t total,
-                                    int64_t& longest) {
-  const auto cu = c.indices<int32_t>(t, name);
-  c.check(cu.size > 0 && cu[0] == 0, name, "start with 0", cu.size == 0 ? "no entry" : std::to_string(cu[0]));
+                                    const std::optional<int64_t>& given, bool fetch, int64_t& longest) {
+  auto cu = c.indices<int32_t>(t, name);
+  if (!given && fetch && !cu.known()) cu.fetch();
+  c.check(cu.size > 0, name, "start with 0", "no entry");
+  if (!cu.known()) {
+    longest = std::clamp<int64_t>(given.value_or(total), 0, total);
+    return cu;
+  }
+  c.check(cu[0] == 0, name, "start with 0", std::to_string(cu[0]));
   longest = 0;
   for (int64_t i = 1; i < cu.size; ++i) {
     c.check(cu[i] >= cu[i - 1], name, "never decrease",
@@ -127,12 +146,6 @@ void set_queries(const Tensor& q, AttentionParams& p) {
   p.q_head_stride = stride_of(q, ragged ? 1 : 2);
 }
 
-void run(const char* op, const Tensor& q, const AttentionParams& p) {
-  if (q.numel() == 0) return;
-  const Kernels& kernels = kernels_for(p.dtype);
-  launch(op, p, kernels.attention_workspace, kernels.attention);
-}
-
 }  // namespace
 
 OutAndLse attention(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> scale, int64_t window_left,
@@ -172,7 +185,7 @@ OutAndLse attention(Tensor q, Tensor k, Tensor v, bool causal, std::optional<dou
   p.v_row_stride = stride_of(v, 1);
   p.v_head_stride = stride_of(v, 2);
   const auto result = make_outputs(q, p);
-  run(c.op, q, p);
+  if (q.numel() > 0) run(c.op, q, p);
   return result;
 }
 
@@ -195,8 +208,12 @@ OutAndLse attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Te
   p.H = q.size(1);
   p.Hkv = k.size(1);
   p.D = q.size(2);
-  const auto cu_q = checked_cu_seqlens(c, cu_seqlens_q, "cu_seqlens_q", q.size(0), p.Tq);
-  const auto cu_k = checked_cu_seqlens(c, cu_seqlens_k, "cu_seqlens_k", k.size(0), p.Tk);
+  p.total_q = q.size(0);
+  p.total_k = k.size(0);
+  Options options{causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, mask, bias};
+  const bool fetch = options.covers_less(p.total_q, p.total_k);
+  const auto cu_q = checked_cu_seqlens(c, cu_seqlens_q, "cu_seqlens_q", p.total_q, max_seqlen_q, fetch, p.Tq);
+  const auto cu_k = checked_cu_seqlens(c, cu_seqlens_k, "cu_seqlens_k", p.total_k, max_seqlen_k, fetch, p.Tk);
   c.check(cu_k.size == cu_q.size, "cu_seqlens_k",
           "have as many entries as cu_seqlens_q (" + std::to_string(cu_q.size) + ")", std::to_string(cu_k.size));
   check_longest(c, max_seqlen_q, "max_seqlen_q", p.Tq);
@@ -204,7 +221,6 @@ OutAndLse attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Te
   p.B = cu_q.size - 1;
   p.cu_seqlens_q = cu_q.data;
   p.cu_seqlens_k = cu_k.data;
-  Options options{causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, mask, bias};
   options.apply(c, q, true, p);
   q = unit_last_stride(q);
   k = unit_last_stride(k);
@@ -217,7 +233,7 @@ OutAndLse attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Te
   p.v_row_stride = stride_of(v, 0);
   p.v_head_stride = stride_of(v, 1);
   const auto result = make_outputs(q, p);
-  run(c.op, q, p);
+  if (q.numel() > 0) run(c.op, q, p);
   return result;
 }
 
@@ -238,7 +254,7 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
   c.heads(H, key_cache.size(2));
   c.rank(block_table, "block_table", 2, "(B, max_blocks)");
   c.dtype(block_table, "block_table", ScalarType::Int);
-  const auto lens = c.indices<int32_t>(seq_lens, "seq_lens");
+  auto lens = c.indices<int32_t>(seq_lens, "seq_lens");
 
   AttentionParams p{};
   p.dtype = dtype_of(q.scalar_type());
@@ -246,9 +262,12 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
   p.Hkv = key_cache.size(2);
   p.D = key_cache.size(3);
   p.block_size = key_cache.size(1);
+  Options options{causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, mask, bias};
   std::optional<Indices<int32_t>> cu_q;
   if (ragged) {
-    cu_q = checked_cu_seqlens(c, *cu_seqlens_q, "cu_seqlens_q", q.size(0), p.Tq);
+    p.total_q = q.size(0);
+    const bool fetch = options.covers_less(p.total_q, 0);
+    cu_q = checked_cu_seqlens(c, *cu_seqlens_q, "cu_seqlens_q", p.total_q, max_seqlen_q, fetch, p.Tq);
     p.B = cu_q->size - 1;
     p.cu_seqlens_q = cu_q->data;
   } else {
@@ -266,21 +285,23 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
   p.block_table = static_cast<const int32_t*>(block_table.const_data_ptr());
   p.block_table_stride = block_table.stride(0);
   p.seq_lens = lens.data;
-  const int64_t capacity = block_table.size(1) * p.block_size, blocks = key_cache.size(0);
-  for (int64_t b = 0; b < p.B; ++b) {
+  p.num_blocks = key_cache.size(0);
+  const int64_t capacity = block_table.size(1) * p.block_size;
+  if (!lens.known() && options.covers_less(0, capacity)) lens.fetch();
+  if (!lens.known()) p.Tk = capacity;
+  for (int64_t b = 0; lens.known() && b < p.B; ++b) {
     c.check(lens[b] >= 0 && lens[b] <= capacity, "seq_lens[" + std::to_string(b) + "]",
             "be between 0 and max_blocks * block_size (" + std::to_string(capacity) + ")", std::to_string(lens[b]));
     p.Tk = std::max<int64_t>(p.Tk, lens[b]);
-    for (int64_t i = 0; i * p.block_size < lens[b]; ++i) {
+    for (int64_t i = 0; block_table.is_cpu() && i * p.block_size < lens[b]; ++i) {
       const int32_t block = p.block_table[b * p.block_table_stride + i];
-      if (block < 0 || block >= blocks)
+      if (block < 0 || block >= p.num_blocks)
         c.fail("block_table[" + std::to_string(b) + "][" + std::to_string(i) + "]",
-               "be a block of the cache (0 to " + std::to_string(blocks - 1) + ")", std::to_string(block));
+               "be a block of the cache (0 to " + std::to_string(p.num_blocks - 1) + ")", std::to_string(block));
     }
   }
   static const int32_t no_blocks = 0;
   if (!p.block_table) p.block_table = &no_blocks;  // an empty table has no storage, and null means dense keys
-  Options options{causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, mask, bias};
   options.apply(c, q, true, p);
   q = unit_last_stride(q);
   set_queries(q, p);
@@ -293,7 +314,7 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
   p.v_row_stride = stride_of(value_cache, 1);
   p.v_head_stride = stride_of(value_cache, 2);
   const auto result = make_outputs(q, p);
-  run(c.op, q, p);
+  if (q.numel() > 0) run(c.op, q, p);
   return result;
 }
 
@@ -335,10 +356,7 @@ OutAndLse merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b
   Tensor lse = torch::stable::new_empty(out_a, lse_shape, accumulate);
   p.out = out.mutable_data_ptr();
   p.lse = lse.mutable_data_ptr();
-  if (p.B * p.T * p.H > 0) {
-    const Kernels& kernels = kernels_for(p.dtype);
-    launch(c.op, p, [](const MergeAttentionParams&, int) { return int64_t(0); }, kernels.merge_attention);
-  }
+  if (p.B * p.T * p.H > 0) run(c.op, out_a, p);
   return {out, lse};
 }
 

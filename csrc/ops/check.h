@@ -26,16 +26,27 @@ Shape shape_of(const Tensor& t);
 DType dtype_of(ScalarType dtype);
 ScalarType accumulate_dtype(ScalarType dtype);  // float64 for float64, else float32
 
-// The values of a one-dimensional index tensor.
+// The values of a one-dimensional index tensor. Those of a tensor on a device are not known to the host, and not
+// checked, unless fetched, which waits for the device.
 template <class Int>
 struct Indices {
-  Tensor held;
-  const Int* data;
+  Tensor held, fetched;
+  const Int* data;    // where the tensor is
+  const Int* values;  // on the host, or null
   int64_t size;
 
   explicit Indices(const Tensor& t)
-      : held(torch::stable::contiguous(t)), data(static_cast<const Int*>(held.const_data_ptr())), size(t.size(0)) {}
-  Int operator[](int64_t i) const { return data[i]; }
+      : held(torch::stable::contiguous(t)),
+        fetched(held),
+        data(static_cast<const Int*>(held.const_data_ptr())),
+        values(held.is_cpu() ? data : nullptr),
+        size(t.size(0)) {}
+  void fetch() {
+    fetched = torch::stable::to(held, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+    values = static_cast<const Int*>(fetched.const_data_ptr());
+  }
+  bool known() const { return values != nullptr || size == 0; }
+  Int operator[](int64_t i) const { return values[i]; }
 };
 
 // Checks the arguments of one op.

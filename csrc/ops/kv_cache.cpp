@@ -1,7 +1,6 @@
 // append_kv and copy_blocks: checks.
 #include <algorithm>
 
-#include "cpu/kernels.h"
 #include "ops/launch.h"
 #include "ops/ops.h"
 
@@ -67,20 +66,14 @@ void append_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, T
     p.value_strides[i] = value_cache.stride(i);
   }
   p.slot_mapping = slots.data;
-  if (p.D > 0) attn_ext::append_kv(p, Launch{});
+  p.num_blocks = key_cache.size(0);
+  if (p.tokens * p.Hkv * p.D > 0) run(c.op, key_cache, p);
 }
 
-void copy_blocks(Tensor key_cache, Tensor value_cache, Tensor block_pairs) {
-  const Checker c{"copy_blocks"};
-  c.caches(key_cache, value_cache);
-  c.same_device(key_cache, "key_cache", {{"value_cache", &value_cache}, {"block_pairs", &block_pairs}});
-  c.same_dtype({{"key_cache", &key_cache}, {"value_cache", &value_cache}});
-  c.dtype(block_pairs, "block_pairs", ScalarType::Long);
-  c.check(block_pairs.dim() == 2 && block_pairs.size(1) == 2, "block_pairs", "have shape (pairs, 2)",
-          to_string(shape_of(block_pairs)));
-  block_pairs = torch::stable::contiguous(block_pairs);
-  const int64_t* pairs = static_cast<const int64_t*>(block_pairs.const_data_ptr());
-  const int64_t n = block_pairs.size(0), blocks = key_cache.size(0);
+namespace {
+
+// Pairs (source, destination) of a cache with these blocks: no destination twice.
+void check_pairs(const Checker& c, const int64_t* pairs, int64_t n, int64_t blocks) {
   std::vector<int64_t> destinations;
   for (int64_t i = 0; i < 2 * n; ++i) {
     c.check(pairs[i] >= 0 && pairs[i] < blocks,
@@ -92,19 +85,34 @@ void copy_blocks(Tensor key_cache, Tensor value_cache, Tensor block_pairs) {
   const auto twice = std::adjacent_find(destinations.begin(), destinations.end());
   if (twice != destinations.end())
     c.fail("block_pairs", "name each destination once", "destination " + std::to_string(*twice) + " twice");
+}
+
+}  // namespace
+
+void copy_blocks(Tensor key_cache, Tensor value_cache, Tensor block_pairs) {
+  const Checker c{"copy_blocks"};
+  c.caches(key_cache, value_cache);
+  c.same_device(key_cache, "key_cache", {{"value_cache", &value_cache}, {"block_pairs", &block_pairs}});
+  c.same_dtype({{"key_cache", &key_cache}, {"value_cache", &value_cache}});
+  c.dtype(block_pairs, "block_pairs", ScalarType::Long);
+  c.check(block_pairs.dim() == 2 && block_pairs.size(1) == 2, "block_pairs", "have shape (pairs, 2)",
+          to_string(shape_of(block_pairs)));
+  block_pairs = torch::stable::contiguous(block_pairs);
+  const int64_t* pairs = static_cast<const int64_t*>(block_pairs.const_data_ptr());
+  if (block_pairs.is_cpu()) check_pairs(c, pairs, block_pairs.size(0), key_cache.size(0));
 
   for (Tensor& cache : {std::ref(key_cache), std::ref(value_cache)}) {
     CopyBlocksParams p{};
     p.element_size = int64_t(cache.element_size());
-    p.pairs = n;
+    p.pairs = block_pairs.size(0);
     p.block_size = cache.size(1);
     p.Hkv = cache.size(2);
     p.D = cache.size(3);
     p.cache = cache.mutable_data_ptr();
     for (int i = 0; i < 3; ++i) p.strides[i] = cache.stride(i);
     p.block_pairs = pairs;
-    if (n * p.Hkv * p.D > 0)
-      launch(c.op, p, [](const CopyBlocksParams& q, int) { return copy_blocks_workspace(q); }, attn_ext::copy_blocks);
+    p.num_blocks = cache.size(0);
+    if (p.pairs * p.Hkv * p.D > 0) run(c.op, cache, p);
   }
 }
 

@@ -1,5 +1,4 @@
 // linear, qkv_projection and qkv_projection_to_cache: checks and outputs.
-#include "cpu/backend.h"
 #include "ops/launch.h"
 #include "ops/ops.h"
 
@@ -81,12 +80,6 @@ Activation activation_of(const Checker& c, const std::optional<std::string>& nam
   c.fail("activation", "be None, 'gelu', 'gelu_tanh' or 'silu'", "'" + *name + "'");
 }
 
-void run(const char* op, LinearParams& params) {
-  if (params.M == 0 || params.N == 0) return;
-  const Kernels& kernels = kernels_for(params.dtype);
-  launch(op, params, kernels.linear_workspace, kernels.linear);
-}
-
 // (H + 2 Hkv) D rows of the fused weight -> D
 int64_t head_dim(const Checker& c, const Tensor& weight, int64_t n_heads, int64_t n_kv_heads) {
   c.heads(n_heads, n_kv_heads);
@@ -119,7 +112,7 @@ Tensor linear(Tensor x, Tensor weight, OptionalTensor bias, std::optional<std::s
   Tensor y = torch::stable::new_empty(x, shape);
   p.y = y.mutable_data_ptr();
   p.y_stride = p.N;
-  run(c.op, p);
+  if (p.M * p.N > 0) run(c.op, x, p);
   return y;
 }
 
@@ -133,7 +126,7 @@ Tensor qkv_projection(Tensor x, Tensor weight, OptionalTensor bias, int64_t n_he
   Tensor y = torch::stable::new_empty(x, shape);
   p.y = y.mutable_data_ptr();
   p.y_stride = p.N;
-  run(c.op, p);
+  if (p.M * p.N > 0) run(c.op, x, p);
   return y;
 }
 
@@ -173,7 +166,7 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
     position = c.indices<int64_t>(*positions, "positions");
     c.check(position->size == p.gemm.M, "positions", "have one entry a token (" + std::to_string(p.gemm.M) + ")",
             std::to_string(position->size));
-    for (int64_t i = 0; i < position->size; ++i)
+    for (int64_t i = 0; position->known() && i < position->size; ++i)
       c.check((*position)[i] >= 0 && (*position)[i] < rope_cos->size(0), "positions[" + std::to_string(i) + "]",
               "be a row of the rope tables (0 to " + std::to_string(rope_cos->size(0) - 1) + ")",
               std::to_string((*position)[i]));
@@ -184,6 +177,7 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
     p.rope_cos_stride = rope_cos->stride(0);
     p.rope_sin_stride = rope_sin->stride(0);
     p.positions = position->data;
+    p.max_pos = rope_cos->size(0);
   }
 
   Shape shape = product.leading;
@@ -198,10 +192,8 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
     p.key_strides[i] = key_cache.stride(i);
     p.value_strides[i] = value_cache.stride(i);
   }
-  if (p.gemm.M > 0) {
-    const Kernels& kernels = kernels_for(p.gemm.dtype);
-    launch(c.op, p, kernels.qkv_to_cache_workspace, kernels.qkv_to_cache);
-  }
+  p.num_blocks = key_cache.size(0);
+  if (p.gemm.M > 0) run(c.op, x, p);
   return q;
 }
 

@@ -1,5 +1,4 @@
 // masked_softmax: checks and output.
-#include "cpu/backend.h"
 #include "ops/launch.h"
 #include "ops/ops.h"
 
@@ -58,10 +57,7 @@ Tensor masked_softmax(Tensor scores, OptionalTensor mask, bool causal, double sc
   for (int i = 0; i < 3; ++i) p.scores_strides[i] = s.size(i) == 1 ? 0 : s.stride(i);
   p.scores = s.const_data_ptr();
   p.out = out.mutable_data_ptr();
-  if (p.B0 * p.B1 * p.Tq * p.Tk > 0) {
-    const Kernels& kernels = kernels_for(p.dtype);
-    launch(c.op, p, kernels.masked_softmax_workspace, kernels.masked_softmax);
-  }
+  if (p.B0 * p.B1 * p.Tq * p.Tk > 0) run(c.op, scores, p);
   return out;
 }
 

@@ -34,7 +34,9 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
   m.def("copy_blocks(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_pairs) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
+// The same function for every device: what it runs is chosen by where its tensors are (launch.h).
+template <class Library>
+static void implement(Library& m) {
   using namespace attn_ext;
   m.impl("linear", TORCH_BOX(&ops::linear));
   m.impl("qkv_projection", TORCH_BOX(&ops::qkv_projection));
@@ -47,3 +49,6 @@ STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) {
   m.impl("append_kv", TORCH_BOX(&ops::append_kv));
   m.impl("copy_blocks", TORCH_BOX(&ops::copy_blocks));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(attn_ext, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(attn_ext, CUDA, m) { implement(m); }
