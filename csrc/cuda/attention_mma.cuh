@@ -1,0 +1,541 @@
+// Attention on tensor cores: bf16 or f16, head_dim a multiple of 16.
+//
+// A block of warps owns a tile of query rows, 16 or 32 of them a warp, and walks the keys in steps:
+//
+//   wait for K           barrier: K is there, nobody reads V any more     start copying V
+//   S = Q K^T            tensor cores, S in registers
+//   wait for V           barrier: V is there, nobody reads K any more     start copying the next K
+//   S -> P               mask where needed, softmax in base 2
+//   O += P V             P goes from accumulators to operands without leaving registers
+//
+// Q, K and V lie in shared memory as they come from global memory, the 16-byte chunks of a row permuted (TileRows) so
+// that ldmatrix finds the same chunk of 8 consecutive rows in distinct banks.
+//
+// Decode is the same kernel with blocks of one warp and 16 rows: the instructions that make a row's bits are the same.
+#pragma once
+
+#include "cuda/attention_problem.cuh"
+#include "cuda/decode.cuh"
+
+namespace attn_ext::cuda {
+
+// Geometry of one instantiation.
+template <class T_, int D_, int kWarps_, int kMTiles_, int kStep_>
+struct MmaShape {
+  using T = T_;
+  static constexpr int D = D_;
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kMTiles = kMTiles_;  // m16 tiles of a warp
+  static constexpr int kStep = kStep_;      // keys
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kMinBlocks = kWarps == 1 ? 8 : 2;  // per multiprocessor: 255 registers a thread
+  static constexpr int kWarpRows = 16 * kMTiles;
+  static constexpr int kRows = kWarpRows * kWarps;
+  static constexpr int kNBlocks = kStep / 8;  // n8 blocks of S
+  static constexpr int kDBlocks = D / 8;      // n8 blocks of O
+  static_assert(D % 16 == 0 && kStep % 16 == 0 && kStep <= 64 && kSplit % kStep == 0);
+
+  using Scores = float[kMTiles][kNBlocks][4];  // accumulator fragments
+  using Out = float[kMTiles][kDBlocks][4];
+  using States = SoftmaxState[kMTiles][2];  // of rows g and g + 8; the sum over this lane's columns
+
+  // Shared memory, in this order. Q's space is the output's at the end.
+  static constexpr int kQBytes = kRows * D * 2, kKBytes = kStep * D * 2, kVBytes = kKBytes;
+  static constexpr int kTotalBytes = kRows * D * 4;  // only where a block walks several splits; then pages
+};
+
+// ---- tiles in shared memory ------------------------------------------------------------------------------------------
+
+// Rows of D 16-bit elements.
+template <int D>
+struct TileRows {
+  static constexpr int kChunks = D / 8;
+  static constexpr int kSpread = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks % 2 == 0 ? 2 : 1;
+
+  // Where 16-byte chunk `chunk` of `row` lies.
+  ATTN_DEVICE static int offset(int row, int chunk) {
+    return row * (2 * D) + 16 * (chunk ^ (row / (8 / kSpread) % kSpread));
+  }
+};
+
+// f(row, chunk) for the chunks of a tile that this thread copies; in batches, to keep the code short.
+template <int D, int kRows, int kThreads, class F>
+ATTN_DEVICE void for_own_chunks(const F& f) {
+  constexpr int chunks = TileRows<D>::kChunks, count = kRows * chunks / kThreads;
+  static_assert(kRows * chunks % kThreads == 0);
+  constexpr int batch = count % 8 == 0 ? 8 : count % 6 == 0 ? 6 : count % 5 == 0 ? 5 : count % 4 == 0 ? 4 : 1;
+  ATTN_NO_UNROLL
+  for (int first = 0; first < count; first += batch) {
+    ATTN_UNROLL
+    for (int i = 0; i < batch; ++i) {
+      const int index = int(simt::thread_idx().x) + (first + i) * kThreads;
+      f(index / chunks, index % chunks);
+    }
+  }
+}
+
+// Rows of global memory into a tile; row(r) is null where zeros belong. Asynchronous if the rows allow it. `valid` is
+// any address that may be formed.
+template <int D, int kRows, int kThreads, class T, class Row>
+ATTN_DEVICE void copy_rows(char* tile, const T* valid, bool vectors, const Row& row SIMT_WHERE) {
+  if (vectors) {
+    for_own_chunks<D, kRows, kThreads>([&](int r, int chunk) {
+      const T* from = row(r);
+      simt::cp_async16(tile + TileRows<D>::offset(r, chunk), from ? from + 8 * chunk : valid, from ? 16 : 0 SIMT_AT);
+    });
+  } else {
+    for_own_chunks<D, kRows, kThreads>([&](int r, int chunk) {
+      const T* from = row(r);
+      uint32_t words[4] = {0, 0, 0, 0};
+      if (from) {
+        ATTN_UNROLL
+        for (int i = 0; i < 8; ++i)
+          words[i / 2] |= uint32_t(simt::ldg(from + 8 * chunk + i SIMT_AT).bits) << (16 * (i % 2));
+      }
+      simt::sts128(tile + TileRows<D>::offset(r, chunk), {words[0], words[1], words[2], words[3]} SIMT_AT);
+    });
+  }
+}
+
+template <class T>
+inline constexpr uint32_t kExponentBits = 0;
+template <>
+inline constexpr uint32_t kExponentBits<simt::bf16> = 0x7f80;
+template <>
+inline constexpr uint32_t kExponentBits<simt::f16> = 0x7c00;
+
+// Inf or NaN?
+template <class T>
+ATTN_DEVICE bool is_special(uint32_t bits) {
+  return (bits & kExponentBits<T>) == kExponentBits<T>;
+}
+
+// Zeros for the inf and NaN among the values that this thread has copied, which would turn a weight of 0 into NaN;
+// returns whether there were any.
+template <class C>
+ATTN_DEVICE bool leave_out_specials(char* values) {
+  using T = typename C::T;
+  bool found = false;
+  for_own_chunks<C::D, C::kStep, C::kThreads>([&](int r, int chunk) {
+    char* at = values + TileRows<C::D>::offset(r, chunk);
+    const simt::U32x4 v = simt::lds128(at);
+    uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    bool special = false;
+    ATTN_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const bool low = is_special<T>(words[i]), high = is_special<T>(words[i] >> 16);
+      special |= low || high;
+      words[i] &= (low ? 0xffff0000u : 0xffffffffu) & (high ? 0x0000ffffu : 0xffffffffu);
+    }
+    if (special) simt::sts128(at, {words[0], words[1], words[2], words[3]});
+    found |= special;
+  });
+  return found;
+}
+
+// ---- fragments -------------------------------------------------------------------------------------------------------
+
+ATTN_DEVICE float quad_max(float x) {
+  x = simt::max(x, simt::shfl_xor(x, 1));
+  return simt::max(x, simt::shfl_xor(x, 2));
+}
+
+ATTN_DEVICE float quad_sum(float x) {
+  x += simt::shfl_xor(x, 1);
+  return x + simt::shfl_xor(x, 2);
+}
+
+template <int m, int n>
+ATTN_DEVICE void clear(float (&x)[m][n][4]) {
+  ATTN_UNROLL
+  for (int i = 0; i < m; ++i) {
+    ATTN_UNROLL
+    for (int j = 0; j < n; ++j) {
+      ATTN_UNROLL
+      for (int e = 0; e < 4; ++e) x[i][j][e] = 0.0f;
+    }
+  }
+}
+
+// s = the warp's rows of Q times K^T
+template <class C>
+ATTN_DEVICE void multiply_keys(const char* queries, const char* keys, typename C::Scores& s) {
+  const int lane = simt::lane(), warp_row = simt::warp() * C::kWarpRows;
+  clear(s);
+  ATTN_UNROLL
+  for (int k = 0; k < C::D / 16; ++k) {
+    uint32_t a[C::kMTiles][4];
+    ATTN_UNROLL
+    for (int m = 0; m < C::kMTiles; ++m)
+      simt::ldmatrix_x4(a[m], queries + TileRows<C::D>::offset(warp_row + 16 * m + lane % 16, 2 * k + lane / 16));
+    ATTN_UNROLL
+    for (int n = 0; n < C::kNBlocks; n += 2) {
+      uint32_t b[4];
+      simt::ldmatrix_x4(b, keys + TileRows<C::D>::offset(8 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+      ATTN_UNROLL
+      for (int m = 0; m < C::kMTiles; ++m) {
+        simt::mma_m16n8k16<typename C::T>(s[m][n], a[m], b[0], b[1]);
+        simt::mma_m16n8k16<typename C::T>(s[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// out += the weights, rounded to T, times V
+template <class C>
+ATTN_DEVICE void multiply_values(const typename C::Scores& p, const char* values, typename C::Out& out) {
+  using T = typename C::T;
+  const int lane = simt::lane();
+  ATTN_UNROLL
+  for (int k = 0; k < C::kStep / 16; ++k) {
+    uint32_t a[C::kMTiles][4];
+    ATTN_UNROLL
+    for (int m = 0; m < C::kMTiles; ++m) {
+      ATTN_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float* from = p[m][2 * k + i / 2] + 2 * (i % 2);
+        a[m][i] = simt::pack2<T>(from[0], from[1]);
+      }
+    }
+    ATTN_UNROLL
+    for (int n = 0; n < C::kDBlocks; n += 2) {
+      uint32_t b[4];
+      simt::ldmatrix_x4_trans(b, values + TileRows<C::D>::offset(16 * k + lane % 16, n + lane / 16));
+      ATTN_UNROLL
+      for (int m = 0; m < C::kMTiles; ++m) {
+        simt::mma_m16n8k16<T>(out[m][n], a[m], b[0], b[1]);
+        simt::mma_m16n8k16<T>(out[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// The row of the sequence and KV head that fragment row (m, half) of this lane is.
+template <class C>
+ATTN_DEVICE int fragment_row(const Tile& t, int m, int half) {
+  return t.first_row + simt::warp() * C::kWarpRows + 16 * m + 8 * half + simt::lane() / 4;
+}
+
+// Masks and transforms the scores of keys first ... Bit 16 half + 2 n + e of seen[m] tells that the row of (m, half) sees
+// the key in column e of this lane's n-block n.
+template <class C>
+ATTN_DEVICE void transform_tile(const AttentionWork& w, const Tile& t, int first, typename C::Scores& s,
+                                uint32_t (&seen)[C::kMTiles]) {
+  const int column = first + simt::lane() % 4 * 2;
+  ATTN_UNROLL
+  for (int m = 0; m < C::kMTiles; ++m) {
+    seen[m] = 0;
+    ATTN_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float x[2 * C::kNBlocks];
+      ATTN_UNROLL
+      for (int i = 0; i < 2 * C::kNBlocks; ++i) x[i] = s[m][i / 2][2 * half + i % 2];
+      transform_scores<typename C::T>(w, t, query_row(w, t, fragment_row<C>(t, m, half)),
+                                      [&](int i) { return column + i / 2 * 8 + i % 2; }, x);
+      ATTN_UNROLL
+      for (int i = 0; i < 2 * C::kNBlocks; ++i) {
+        s[m][i / 2][2 * half + i % 2] = x[i];
+        if (x[i] != -kInf) seen[m] |= 1u << (16 * half + i);
+      }
+    }
+  }
+}
+
+// Scores become weights, and what was accumulated before is rescaled to them.
+template <class C>
+ATTN_DEVICE void weigh(float c, typename C::Scores& s, typename C::States& state, typename C::Out& out) {
+  ATTN_UNROLL
+  for (int m = 0; m < C::kMTiles; ++m) {
+    float factor[2];
+    ATTN_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float max = -kInf;
+      ATTN_UNROLL
+      for (int n = 0; n < C::kNBlocks; ++n)
+        max = simt::max(max, simt::max(s[m][n][2 * half], s[m][n][2 * half + 1]));
+      factor[half] = raise(state[m][half], quad_max(max), c);
+      const float base = softmax_base(state[m][half].max, c);
+      float sum = 0.0f;
+      ATTN_UNROLL
+      for (int n = 0; n < C::kNBlocks; ++n) {
+        float& x = s[m][n][2 * half];
+        float& y = s[m][n][2 * half + 1];
+        x = softmax_weight(x, c, base);
+        y = softmax_weight(y, c, base);
+        sum += x + y;
+      }
+      state[m][half].sum = simt::fma(state[m][half].sum, factor[half], sum);
+    }
+    if (simt::any(factor[0] != 1.0f || factor[1] != 1.0f)) {
+      ATTN_UNROLL
+      for (int n = 0; n < C::kDBlocks; ++n) {
+        ATTN_UNROLL
+        for (int e = 0; e < 4; ++e) out[m][n][e] *= factor[e / 2];
+      }
+    }
+  }
+}
+
+// The inf and NaN that leave_out_specials took away, for the rows that do see them. row(j): where the values of key j of
+// the step lie. Rare, so it may be slow.
+template <class C, class Row>
+ATTN_DEVICE void add_specials(const Row& row, const uint32_t (&seen)[C::kMTiles], typename C::Out& out) {
+  const int lane = simt::lane();
+  ATTN_NO_UNROLL
+  for (int j = 0; j < C::kStep; ++j) {
+    uint32_t sees[C::kMTiles], any = 0;  // bit 0: row g, bit 16: row g + 8
+    ATTN_UNROLL
+    for (int m = 0; m < C::kMTiles; ++m) {
+      sees[m] = simt::shfl(seen[m], (lane & ~3) + j % 8 / 2) >> (j / 8 * 2 + j % 2) & 0x10001u;
+      any |= sees[m];
+    }
+    if (!any) continue;
+    const typename C::T* values = row(j) + lane % 4 * 2;
+    ATTN_UNROLL
+    for (int n = 0; n < C::kDBlocks; ++n) {
+      ATTN_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        const typename C::T v = simt::ldg(values + 8 * n + e);
+        if (!is_special<typename C::T>(v.bits)) continue;
+        ATTN_UNROLL
+        for (int m = 0; m < C::kMTiles; ++m) {
+          if (sees[m] & 1) out[m][n][e] += simt::to_float(v);
+          if (sees[m] >> 16) out[m][n][2 + e] += simt::to_float(v);
+        }
+      }
+    }
+  }
+}
+
+// ---- results ---------------------------------------------------------------------------------------------------------
+
+// out and state over all splits so far: those in (total, total_state) and the last one. Every thread keeps its own part.
+template <class C>
+ATTN_DEVICE void merge_total(const char* total, float c, typename C::States& total_state,
+                             const typename C::States& state, typename C::Out& out) {
+  const int thread = int(simt::thread_idx().x);
+  ATTN_UNROLL
+  for (int m = 0; m < C::kMTiles; ++m) {
+    const SoftmaxFactors f[2] = {merge(total_state[m][0], state[m][0], c), merge(total_state[m][1], state[m][1], c)};
+    ATTN_UNROLL
+    for (int n = 0; n < C::kDBlocks; ++n) {
+      const auto before = simt::lds(reinterpret_cast<const simt::Float4*>(total) + (m * C::kDBlocks + n) * C::kThreads + thread);
+      float* o = out[m][n];
+      o[0] = merge_values(before.x, o[0], f[0]);
+      o[1] = merge_values(before.y, o[1], f[0]);
+      o[2] = merge_values(before.z, o[2], f[1]);
+      o[3] = merge_values(before.w, o[3], f[1]);
+    }
+  }
+}
+
+template <class C>
+ATTN_DEVICE void store_total(char* total, const typename C::Out& out) {
+  const int thread = int(simt::thread_idx().x);
+  ATTN_UNROLL
+  for (int m = 0; m < C::kMTiles; ++m) {
+    ATTN_UNROLL
+    for (int n = 0; n < C::kDBlocks; ++n) {
+      const float* o = out[m][n];
+      simt::sts(reinterpret_cast<simt::Float4*>(total) + (m * C::kDBlocks + n) * C::kThreads + thread,
+                simt::Float4{o[0], o[1], o[2], o[3]});
+    }
+  }
+}
+
+// One split's result, for the combine kernel.
+template <class C>
+ATTN_DEVICE void store_partial(const AttentionWork& w, const Tile& t, const typename C::States& state,
+                               const typename C::Out& out) {
+  const int column = simt::lane() % 4 * 2;
+  ATTN_UNROLL
+  for (int m = 0; m < C::kMTiles; ++m) {
+    ATTN_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = fragment_row<C>(t, m, half);
+      if (row >= t.rows) continue;
+      const int64_t index = t.partial(w, row);
+      if (column == 0) simt::st(w.partial_state + index, state[m][half]);
+      if (state[m][half].sum == 0.0f) continue;
+      float* to = w.partial_out + index * C::D + column;
+      ATTN_UNROLL
+      for (int n = 0; n < C::kDBlocks; ++n)
+        simt::st(reinterpret_cast<simt::Float2*>(to + 8 * n), simt::Float2{out[m][n][2 * half], out[m][n][2 * half + 1]});
+    }
+  }
+}
+
+// Divides by the sum, and writes the warp's rows by way of its part of `tile`, for whole 16-byte vectors.
+template <class C>
+ATTN_DEVICE void store_out(const AttentionWork& w, const Tile& t, char* tile, const typename C::States& state,
+                           typename C::Out& out) {
+  using T = typename C::T;
+  const int lane = simt::lane(), warp_row = simt::warp() * C::kWarpRows;
+  ATTN_UNROLL
+  for (int m = 0; m < C::kMTiles; ++m) {
+    ATTN_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = fragment_row<C>(t, m, half);
+      const QueryRow q = query_row(w, t, row);
+      const SoftmaxResult result = finish(state[m][half], sink_of(w.p, q.head), w.score);
+      if (lane % 4 == 0 && row < t.rows) store_lse(w.p, t, q, result.lse);
+      ATTN_UNROLL
+      for (int n = 0; n < C::kDBlocks; ++n) {
+        const float* o = out[m][n] + 2 * half;
+        char* to = tile + TileRows<C::D>::offset(warp_row + 16 * m + 8 * half + lane / 4, n) + lane % 4 * 4;
+        simt::sts(reinterpret_cast<uint32_t*>(to), simt::pack2<T>(o[0] * result.factor, o[1] * result.factor));
+      }
+    }
+  }
+  simt::sync_warp();
+  constexpr int chunks = TileRows<C::D>::kChunks;
+  ATTN_NO_UNROLL
+  for (int i = lane; i < C::kWarpRows * chunks; i += 32) {
+    const int row = warp_row + i / chunks, chunk = i % chunks;
+    if (t.first_row + row >= t.rows) continue;
+    T* to = output_row<T>(w.p, t, query_row(w, t, t.first_row + row)) + 8 * chunk;
+    const simt::U32x4 v = simt::lds128(tile + TileRows<C::D>::offset(row, chunk));
+    if (w.out_vectors) {
+      simt::st128(to, v);
+    } else {
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+      ATTN_UNROLL
+      for (int e = 0; e < 8; ++e) simt::st(to + e, T{uint16_t(words[e / 2] >> (16 * (e % 2)))});
+    }
+  }
+}
+
+// ---- the kernel ------------------------------------------------------------------------------------------------------
+
+template <class C>
+ATTN_KERNEL(C::kThreads, C::kMinBlocks) attention_mma_kernel(ATTN_CONSTANT_PARAM AttentionWork w) {
+  using T = typename C::T;
+  constexpr int kStep = C::kStep;
+  constexpr int kOwnPages = (kStep + C::kThreads) / C::kThreads;  // of the at most kStep + 1 pages of a step
+
+  Tile t;
+  if (!find_tile(w, C::kRows, t)) return;
+  const KeyRange plain = plain_keys(w, t, C::kRows);
+  const int begin = t.keys.first / kStep * kStep, end = t.keys.end, thread = int(simt::thread_idx().x);
+  const bool several_splits = w.splits == 1 && end > begin / kSplit * kSplit + kSplit;
+
+  char* const queries = ATTN_SHARED;
+  char* const keys = queries + C::kQBytes;
+  char* const values = keys + C::kKBytes;
+  char* const total = values + C::kVBytes;
+  const int page_count = t.blocks ? pages_per_step(kStep, w.p.block_size) : 0;
+  int* const pages = reinterpret_cast<int*>(total + (w.splits == 1 && w.p.Tk > kSplit ? C::kTotalBytes : 0));
+
+  typename C::Out out;
+  typename C::States state, total_state;
+  clear(out);
+  ATTN_UNROLL
+  for (int m = 0; m < C::kMTiles; ++m) state[m][0] = state[m][1] = SoftmaxState{-kInf, 0.0f};
+
+  // The pages of a step are looked up one step ahead, into alternating halves of `pages`.
+  int own_pages[kOwnPages];
+  const auto fetch_pages = [&](int first) {
+    ATTN_UNROLL
+    for (int i = 0; i < kOwnPages; ++i)
+      if (thread + i * C::kThreads < page_count)
+        own_pages[i] = cache_block(w, t, w.by_block_size.quotient(first) + thread + i * C::kThreads);
+  };
+  const auto pages_of = [&](int first) { return pages + first / kStep % 2 * page_count; };
+  const auto put_pages = [&](int first) {
+    ATTN_UNROLL
+    for (int i = 0; i < kOwnPages; ++i)
+      if (thread + i * C::kThreads < page_count) simt::sts(pages_of(first) + thread + i * C::kThreads, own_pages[i]);
+  };
+  const auto rows_of_step = [&](KeyRows<T> rows, int first) {
+    if (t.blocks) {
+      rows.pages = pages_of(first);
+      rows.first_page = w.by_block_size.quotient(first);
+    }
+    return [&w, &t, rows, first](int r) -> const T* {
+      return first + r >= t.keys.first && first + r < t.keys.end ? rows.row(w, first + r) : nullptr;
+    };
+  };
+  const auto copy_keys = [&](int first) {
+    copy_rows<C::D, kStep, C::kThreads>(keys, static_cast<const T*>(w.p.k), w.kv_vectors,
+                                        rows_of_step(key_rows<T>(w.p, t), first));
+    simt::cp_async_commit();
+  };
+
+  if (begin < end) {
+    copy_rows<C::D, C::kRows, C::kThreads>(queries, static_cast<const T*>(w.p.q), w.q_vectors, [&](int r) -> const T* {
+      if (t.first_row + r >= t.rows) return nullptr;
+      const QueryRow q = query_row(w, t, t.first_row + r);
+      return static_cast<const T*>(w.p.q) + t.q_offset + q.token * w.p.q_row_stride + q.head * w.p.q_head_stride;
+    });
+    if (t.blocks) {
+      fetch_pages(begin);
+      put_pages(begin);
+      simt::sync_threads();
+    }
+    copy_keys(begin);
+  }
+
+  bool has_total = false;
+  ATTN_NO_UNROLL
+  for (int first = begin; first < end; first += kStep) {
+    const int next = first + kStep;
+    const bool more = next < end;
+    const auto value_row = rows_of_step(value_rows<T>(w.p, t), first);
+
+    simt::cp_async_wait<0>();
+    simt::sync_threads();
+    copy_rows<C::D, kStep, C::kThreads>(values, static_cast<const T*>(w.p.v), w.kv_vectors, value_row);
+    simt::cp_async_commit();
+    if (more && t.blocks) fetch_pages(next);
+
+    typename C::Scores s;
+    multiply_keys<C>(queries, keys, s);
+
+    if (more && t.blocks) put_pages(next);
+    simt::cp_async_wait<0>();
+    const bool masked = first < plain.first || next > plain.end;
+    bool left_out = false;
+    if (masked)
+      left_out = simt::sync_threads_or(leave_out_specials<C>(values));
+    else
+      simt::sync_threads();
+    if (more) copy_keys(next);
+
+    uint32_t seen[C::kMTiles];
+    if (masked) transform_tile<C>(w, t, first, s, seen);
+    weigh<C>(w.score.c, s, state, out);
+    multiply_values<C>(s, values, out);
+    if (left_out) add_specials<C>(value_row, seen, out);
+
+    if (more && next % kSplit != 0) continue;
+    // The split ends here.
+    ATTN_UNROLL
+    for (int m = 0; m < C::kMTiles; ++m) {
+      ATTN_UNROLL
+      for (int half = 0; half < 2; ++half) state[m][half].sum = quad_sum(state[m][half].sum);
+    }
+    if (!several_splits) continue;
+    if (has_total)
+      merge_total<C>(total, w.score.c, total_state, state, out);
+    ATTN_UNROLL
+    for (int m = 0; m < C::kMTiles; ++m) {
+      ATTN_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        if (!has_total) total_state[m][half] = state[m][half];
+        state[m][half] = more ? SoftmaxState{-kInf, 0.0f} : total_state[m][half];
+      }
+    }
+    if (more) {
+      store_total<C>(total, out);
+      clear(out);
+    }
+    has_total = true;
+  }
+
+  if (w.splits > 1)
+    store_partial<C>(w, t, state, out);
+  else
+    store_out<C>(w, t, queries, state, out);
+}
+
+}  // namespace attn_ext::cuda
