@@ -544,7 +544,7 @@ ATTN_DEVICE float lg2(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #else
-  return ::log2f(x);
+  return ::log2f(host::flush(x));
 #endif
 }
 
@@ -555,7 +555,7 @@ ATTN_DEVICE float rcp(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #else
-  return 1.0f / x;
+  return host::flush(1.0f / host::flush(x));
 #endif
 }
 

@@ -105,3 +105,9 @@ def build(name, sources, flags=(), jobs=2):
             )
             temporary.rename(library)
     return library
+
+
+if __name__ == "__main__":
+    import sys
+
+    print(build(sys.argv[1], [Path(p) for p in sys.argv[2:]]))

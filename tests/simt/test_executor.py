@@ -1,11 +1,13 @@
 """The executor can fail: each planted fault is reported at its line. Its arithmetic and its counts are exact."""
 
+import ctypes
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from build import ROOT, build, compiler
+from build import build, compiler
 from executor import Fault, Library
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no host compiler for the executor's kernels")
@@ -85,3 +87,141 @@ def test_library_goes_on_after_a_fault(faults):
         with pytest.raises(Fault):
             run_fault(faults, fault, True, 0)
         run_fault(faults, fault, False, 0)
+
+
+# ---- what the wrappers compute --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def conformance():
+    library = Library(build("conformance", [Path(__file__).parent / "conformance.cpp"]))
+    library.lib.conformance_name.restype = ctypes.c_char_p
+    names = [library.lib.conformance_name(i).decode() for i in range(library.lib.conformance_cases())]
+
+    def run(name, operands, results, seed=0):
+        """operands (warps, 32, words) -> (warps, 32, results), both uint32."""
+        operands = np.ascontiguousarray(operands).view(np.uint32)
+        out = np.zeros((*operands.shape[:2], results), np.uint32)
+        library.seed(seed)
+        library.call(
+            "conformance_run", names.index(name), ctypes.c_void_p(operands.ctypes.data), ctypes.c_void_p(out.ctypes.data),
+            operands.shape[0],
+        )  # fmt: skip
+        return out
+
+    run.names = names
+    return run
+
+
+def words_of(*columns):
+    """Columns of words, floats or halves (two to a word) side by side."""
+    return np.concatenate([np.ascontiguousarray(c).view(np.uint32) for c in columns], axis=-1)
+
+
+LANE = np.arange(32)
+G, T = LANE // 4, LANE % 4
+
+
+def half(matrix, dtype):
+    """A float32 matrix rounded to a 16-bit dtype: the bits, and the rounded values."""
+    rounded = torch.from_numpy(matrix).to(dtype)
+    return rounded.view(torch.int16).numpy().view(np.uint16), rounded.float().numpy()
+
+
+@pytest.mark.parametrize("name", ["mma_bf16", "mma_f16"])
+def test_mma_is_the_product_of_the_documented_fragments(conformance, name):
+    dtype = torch.bfloat16 if name == "mma_bf16" else torch.float16
+    rng = np.random.default_rng(0)
+    a_bits, a = half(rng.standard_normal((3, 16, 16), np.float32), dtype)
+    b_bits, b = half(rng.standard_normal((3, 16, 8), np.float32), dtype)
+    c = rng.standard_normal((3, 16, 8), np.float32)
+    rows, columns = [G, G + 8, G, G + 8], [2 * T, 2 * T, 2 * T + 8, 2 * T + 8]
+    fragments = [np.stack([a_bits[:, r, k], a_bits[:, r, k + 1]], -1) for r, k in zip(rows, columns, strict=True)]
+    fragments += [np.stack([b_bits[:, k, G], b_bits[:, k + 1, G]], -1) for k in (2 * T, 2 * T + 8)]
+    accumulator = [(G, 2 * T), (G, 2 * T + 1), (G + 8, 2 * T), (G + 8, 2 * T + 1)]
+    fragments += [c[:, r, n, None] for r, n in accumulator]
+    out = conformance(name, words_of(*fragments), 4).view(np.float32)
+    expected = c.astype(np.float64) + a.astype(np.float64) @ b
+    for i, (r, n) in enumerate(accumulator):
+        np.testing.assert_allclose(out[:, :, i], expected[:, r, n], rtol=2e-6, atol=4e-6)
+
+
+def test_ldmatrix_gives_the_documented_elements(conformance):
+    rows = np.random.default_rng(0).integers(0, 2**16, (2, 32, 8), np.uint16)
+    out = conformance("ldmatrix", rows, 12).view(np.uint16).reshape(2, 32, 12, 2)
+    matrices = rows[:, ::-1].reshape(2, 4, 8, 8)  # lane l names row 31 - l
+    for m in range(4):
+        plain = np.stack([matrices[:, m, G, 2 * T], matrices[:, m, G, 2 * T + 1]], -1)
+        transposed = np.stack([matrices[:, m, 2 * T, G], matrices[:, m, 2 * T + 1, G]], -1)
+        np.testing.assert_array_equal(out[:, :, m], plain)
+        np.testing.assert_array_equal(out[:, :, 4 + m], transposed)
+        if m < 2:
+            np.testing.assert_array_equal(out[:, :, 8 + m], plain)
+            np.testing.assert_array_equal(out[:, :, 10 + m], transposed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shuffles_and_votes(conformance, seed):
+    x = np.random.default_rng(seed).integers(0, 2**32, (4, 32, 3), np.uint64).astype(np.uint32)
+    x[:, :, 0] &= 0x7F7FFFFF  # no NaN
+    out = conformance("shuffle", x, 7, seed)
+    value, source = x[:, :, 0], x[:, :, 2] % 32
+    np.testing.assert_array_equal(out[:, :, 0], np.take_along_axis(value, source, 1))
+    np.testing.assert_array_equal(out[:, :, 1], value[:, LANE ^ 5])
+    np.testing.assert_array_equal(out[:, :, 2], value[:, np.where(LANE + 3 < 32, LANE + 3, LANE)])
+    np.testing.assert_array_equal(out[:, :, 3], value[:, np.where(LANE >= 3, LANE - 3, LANE)])
+    np.testing.assert_array_equal(out[:, :, 4], out[:, :, 0])
+    np.testing.assert_array_equal(out[:, :, 5], value[:, LANE ^ 9])
+    np.testing.assert_array_equal(out[:, :, 6], x[:, LANE ^ 9, 1])
+    bits = np.stack([np.zeros(32), np.ones(32), LANE == 7, LANE % 2]).astype(np.uint32)
+    ballots = np.array([0, 0xFFFFFFFF, 1 << 7, 0xAAAAAAAA], np.uint32)
+    out = conformance("vote", bits[:, :, None], 4, seed)
+    for i, column in enumerate((ballots, ballots != 0, ballots == 0xFFFFFFFF, ballots != 0)):
+        np.testing.assert_array_equal(out[:, :, i], np.broadcast_to(column[:, None], (4, 32)))
+
+
+def test_conversions_round_to_nearest_even(conformance):
+    rng = np.random.default_rng(0)
+    any_bits = rng.integers(0, 2**32, (256, 32, 2), np.uint64).astype(np.uint32).view(np.float32)
+    moderate = rng.standard_normal((256, 32, 2), np.float32)
+    ties = (np.arange(256 * 64, dtype=np.uint32) << 11 | 0x38000000).reshape(256, 32, 2).view(np.float32)
+    tiny = (rng.standard_normal((256, 32, 2), np.float32) * 2.0**-18).astype(np.float32)
+    for x in (any_bits, moderate, ties, tiny, np.float32(np.array([[[65519.0, 65520.0]] * 32]))):
+        pair = rng.integers(0, 2**16, (*x.shape[:2], 2), np.uint16)
+        out = conformance("convert", words_of(x, pair), 8)
+        expected = []
+        for dtype in (torch.bfloat16, torch.float16):
+            bits, values = half(x, dtype)
+            expected.append(np.where(np.isnan(values), 0x7FFF, bits))
+        np.testing.assert_array_equal(out[..., 0], expected[0][..., 0])
+        np.testing.assert_array_equal(out[..., 1], expected[1][..., 0])
+        for i in (0, 1):
+            np.testing.assert_array_equal(out[..., 2 + i].copy().view(np.uint16).reshape(pair.shape), expected[i])
+        as_half = torch.from_numpy(pair.view(np.int16))
+        np.testing.assert_array_equal(out[..., 4:6].view(np.float32), as_half.view(torch.bfloat16).float().numpy())
+        np.testing.assert_array_equal(
+            out[..., 6:8].view(np.float32), np.nan_to_num(as_half.view(torch.float16).float().numpy(), posinf=np.inf, neginf=-np.inf)
+        )  # fmt: skip
+
+
+def test_arithmetic(conformance):
+    x = np.random.default_rng(0).standard_normal((8, 32, 3), np.float32) * 8
+    x[0, :4, 0] = [0, -np.inf, np.inf, -200]
+    out = conformance("arithmetic", x, 4).view(np.float32)
+    wide = x.astype(np.float64)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(out[..., 0], np.exp2(wide[..., 0]), rtol=3e-7, atol=2.0**-126)
+        np.testing.assert_allclose(out[..., 1], np.log2(np.abs(wide[..., 0])), rtol=3e-7, atol=3e-7)
+        np.testing.assert_allclose(out[..., 2], 1 / wide[..., 0], rtol=3e-7)
+    np.testing.assert_allclose(out[..., 3], wide[..., 0] * wide[..., 1] + wide[..., 2], rtol=1e-6, atol=1e-6)
+
+
+def test_copies_and_accesses_of_every_width(conformance):
+    x = np.random.default_rng(0).integers(0, 2**32, (2, 32, 4), np.uint64).astype(np.uint32)
+    out = conformance("copy", x, 16)
+    cut = x.copy().view(np.uint8)
+    cut[..., 7:] = 0
+    zero = np.zeros_like(x[..., :1])
+    expected = [x, cut.view(np.uint32), x[..., 2:], x[..., 1:2], zero, zero, zero, zero, zero]
+    np.testing.assert_array_equal(out, np.concatenate(expected, -1))
+    np.testing.assert_array_equal(conformance("memory", x, 8), np.concatenate([x, x], -1))

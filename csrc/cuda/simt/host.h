@@ -174,10 +174,12 @@ void shared_store(T* p, T value, const Where& where) {
   std::memcpy(static_cast<void*>(p), &value, sizeof(T));
 }
 
+// Subnormals are zero, as for the approximate instructions.
+inline float flush(float x) { return ::fabsf(x) < 0x1p-126f ? ::copysignf(0.0f, x) : x; }
+
 inline float ex2(float x) {
   ++exp_count;
-  float y = ::exp2f(x);
-  return y < 0x1p-126f ? 0.0f : y;
+  return flush(::exp2f(x));
 }
 
 }  // namespace host

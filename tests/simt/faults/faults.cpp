@@ -80,7 +80,7 @@ ATTN_KERNEL(64, 1) missing_sync_warp(ATTN_CONSTANT_PARAM Params p) {
 ATTN_KERNEL(64, 1) divergent_collective(ATTN_CONSTANT_PARAM Params p) {
   float x = simt::ldg(p.in + first() + 63 - tid());
   if (!p.faulty || simt::lane() < 16) x = simt::shfl_xor(x, 1);  // fault: divergent_collective
-  x = simt::shfl_xor(x, 1);
+  x = simt::shfl_xor(x, 1);  // fault: divergent_collective
   simt::st(p.out + first() + tid(), x);
 }
 
