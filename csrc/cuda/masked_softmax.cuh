@@ -146,13 +146,12 @@ ATTN_DEVICE float tree_sum(bool vector, float (&sums)[kVec<T>]) {
   return vector ? warp_sum(sums[0]) : sums[0];
 }
 
-// Stores a chunk of exponentials times `factor`; zeros where not visible.
+// Stores a chunk of exponentials times `factor`.
 template <class T>
 ATTN_DEVICE void store_weights(const SoftmaxArgs& a, const Row<T>& row, int64_t first, float factor,
                                float (&x)[kVec<T>]) {
   ATTN_UNROLL
-  for (int e = 0; e < kVec<T>; ++e)
-    x[e] = column_of<T>(a.vector, e) < row.visible - first ? x[e] * factor : 0.0f;
+  for (int e = 0; e < kVec<T>; ++e) x[e] *= factor;
   if (a.vector) {
     const int64_t column = first + column_of<T>(true, 0);
     if (column < a.p.Tk) store_vector(row.out + column, x);
