@@ -225,3 +225,102 @@ def test_copies_and_accesses_of_every_width(conformance):
     expected = [x, cut.view(np.uint32), x[..., 2:], x[..., 1:2], zero, zero, zero, zero, zero]
     np.testing.assert_array_equal(out, np.concatenate(expected, -1))
     np.testing.assert_array_equal(conformance("memory", x, 8), np.concatenate([x, x], -1))
+
+
+# ---- what it counts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return Library(build("counters", [Path(__file__).parent / "counters.cpp"]))
+
+
+@pytest.fixture(params=[0, 3])
+def counted(kernels, request):
+    """Runs an entry point with tensors registered by role, and returns the launch's counters."""
+
+    def run(entry, *args, **roles):
+        kernels.reset()
+        kernels.seed(request.param)
+        for kind, tensor in roles.items():
+            kernels.register(kind, tensor, kind)
+        kernels.call(entry, *roles.values(), *args)
+        kernels.check_outputs()
+        (launch,) = kernels.launches()
+        return launch
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "stride, offset, sectors_per_warp", [(1, 0, 4), (1, 1, 5), (2, 0, 8), (4, 0, 16), (8, 0, 32), (100, 0, 32), (0, 7, 1)]
+)
+def test_sectors_of_4_byte_loads(counted, stride, offset, sectors_per_warp):
+    x = torch.empty(2 * 64 * 100 + 16, dtype=torch.int32)
+    x = x[-x.data_ptr() // 4 % 8 :]  # at a sector's start
+    launch = counted("copy_words", 2, 64, stride, offset, input=x, output=torch.empty(128, dtype=torch.int32))
+    assert launch["blocks"] == 2 and launch["threads"] == 64
+    assert launch["global_loads"] == launch["global_stores"] == 4
+    traffic = launch["traffic"]["input"]
+    assert traffic == {"load_sectors": 4 * sectors_per_warp, "load_bytes": 512, "store_sectors": 0, "store_bytes": 0}
+    assert launch["traffic"]["output"]["store_sectors"] == 128 * 4 // 32
+
+
+def test_sectors_of_16_byte_loads(counted):
+    x, out = torch.empty(256 * 2 + 4, 4), torch.empty(256, 4)
+    x = x[-x.data_ptr() // 16 % 2 :]
+    traffic = counted("copy_vectors", 4, 64, 1, 0, input=x, output=out)["traffic"]
+    assert traffic["input"]["load_sectors"] == traffic["output"]["store_sectors"] == 256 * 16 // 32
+    assert counted("copy_vectors", 4, 64, 2, 0, input=x, output=out)["traffic"]["input"]["load_sectors"] == 256
+
+
+@pytest.mark.parametrize("stride, wavefronts", [(0, 1), (1, 1), (2, 2), (3, 1), (4, 4), (5, 1), (8, 8), (16, 16), (31, 1)])
+def test_bank_conflicts_of_4_byte_reads(counted, stride, wavefronts):
+    launch = counted("shared_words", stride, output=torch.empty(32, dtype=torch.int32))
+    assert launch["shared_load_wavefronts"] == wavefronts and launch["shared_load_ideal"] == 1
+    assert launch["shared_store_wavefronts"] == launch["shared_store_ideal"] == 32
+
+
+@pytest.mark.parametrize("stride, wavefronts", [(1, 4), (2, 8), (3, 4), (8, 32), (9, 4)])
+def test_bank_conflicts_of_16_byte_reads(counted, stride, wavefronts):
+    launch = counted("shared_vectors", stride, output=torch.empty(32, 4, dtype=torch.int32))
+    assert launch["shared_load_wavefronts"] == wavefronts and launch["shared_load_ideal"] == 4
+    assert launch["shared_store_wavefronts"] == launch["shared_store_ideal"] == 128
+
+
+@pytest.mark.parametrize(
+    "row_bytes, pitch, divide, modulo, per_matrix",
+    [
+        (64, 64, 1, 1, 4), (64, 64, 2, 4, 1), (64, 80, 1, 1, 1),
+        (128, 128, 1, 1, 8), (128, 128, 1, 8, 1), (128, 144, 1, 1, 1),
+        (256, 256, 1, 1, 8), (256, 256, 1, 8, 1), (256, 272, 1, 1, 1),
+    ],
+)  # fmt: skip
+def test_bank_conflicts_of_ldmatrix(counted, row_bytes, pitch, divide, modulo, per_matrix):
+    launch = counted("rows", row_bytes, pitch, divide, modulo)
+    assert launch["ldmatrix"] == row_bytes // 16
+    assert launch["ldmatrix_ideal"] == 4 * launch["ldmatrix"]
+    assert launch["ldmatrix_wavefronts"] == per_matrix * launch["ldmatrix_ideal"]
+
+
+def test_instruction_counts(counted):
+    launch = counted("instruction_counts", 3, input=torch.zeros(4))
+    expected = {
+        "mma": 3 * 2 * 5, "shuffles": 3 * 2 * 2, "votes": 3 * 2, "warp_barriers": 3 * 2, "barriers": 3 * 3,
+        "exp": 3 * 64, "cp_async_bytes": 3 * 64 * 16, "ldmatrix": 0, "atomics": 0, "global_loads": 3 * 2,
+    }  # fmt: skip
+    assert {name: launch[name] for name in expected} == expected
+    assert launch["kernel"] == "counters::instructions" and launch["where"].startswith("tests/simt/counters.cpp:")
+
+
+def test_atomics_of_different_blocks_add_up(counted):
+    total = torch.zeros(1, dtype=torch.int32)
+    assert counted("ones", 5, inout=total)["atomics"] == 5 * 64
+    assert total.item() == 5 * 64
+
+
+@pytest.mark.parametrize("which, rule", [(0, r"grid \(0"), (1, r"grid \(1, 70000"), (2, r"block \(48"), (3, "233472 bytes")])
+def test_impossible_launches_are_faults(kernels, which, rule):
+    kernels.reset()
+    with pytest.raises(Fault, match=f"tests/simt/counters.cpp:[0-9]+: {rule}"):
+        kernels.call("bad_launch", which)

@@ -70,6 +70,7 @@ bool vote, vote_result;
 Where barrier_where;
 
 bool same_place(const Where& a, const Where& b) {
+  if (std::bit_cast<const void*>(a) == std::bit_cast<const void*>(b)) return true;  // one static record
   return a.line() == b.line() && a.column() == b.column() && !strcmp(a.file_name(), b.file_name());
 }
 
@@ -352,7 +353,7 @@ bool sync_threads_or(bool predicate, const Where& where) {
 
 void launch(const void* kernel, Dim grid, Dim block, size_t shared_bytes, const Where& where, void (*body)(void*),
             void* context) {
-  static fiber::Stacks stacks(max_threads);
+  static std::unique_ptr<fiber::Stacks> stacks;  // as many as the largest block so far
   counters = {};
   counters.kernel = kernel_name(kernel);
   counters.where = at(where);
@@ -369,6 +370,10 @@ void launch(const void* kernel, Dim grid, Dim block, size_t shared_bytes, const 
   }
   if (shared_bytes > size_t(device.max_shared)) {
     fault(nullptr, where, "%zu bytes of shared memory, the device has %d", shared_bytes, device.max_shared);
+  }
+  if (!stacks || stacks->count() < int(block.x)) {
+    stacks.reset();
+    stacks = std::make_unique<fiber::Stacks>(int(block.x));
   }
   grid_size = {grid.x, grid.y, grid.z};
   block_size = {block.x, 1, 1};
@@ -390,7 +395,7 @@ void launch(const void* kernel, Dim grid, Dim block, size_t shared_bytes, const 
   launch_first_serial = block_serial + 1;
   begin_launch_memory();
   running = true;
-  for (u64 i = 0; i < blocks && failure.empty(); ++i) run_block(block_order[i], shared_bytes, stacks);
+  for (u64 i = 0; i < blocks && failure.empty(); ++i) run_block(block_order[i], shared_bytes, *stacks);
   running = false;
   counters.exp = exp_count;
   if (!failure.empty()) {

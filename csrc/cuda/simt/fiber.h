@@ -30,6 +30,8 @@ class Stacks {
   ~Stacks() { munmap(base_, n_ * size); }
   Stacks(const Stacks&) = delete;
 
+  int count() const { return n_; }
+
   // Tops differ modulo the cache's set stride, or all frames would share a few sets.
   char* top(int i) const { return base_ + (i + 1) * size - i % 32 * 2112; }
   char* bottom(int i) const { return base_ + i * size + page; }
