@@ -1,13 +1,15 @@
-// Everything CUDA-specific that the kernels use, each function with two bodies: one for nvcc, one for the host
-// executor (simt/host.h), which runs the same kernel sources on a CPU. No other file contains asm or CUDA builtins.
+// Everything CUDA-specific that the kernels use, each function with two bodies: one for nvcc, one
+// for the host executor (simt/host.h), which runs the same kernel sources on a CPU. No other file
+// contains asm or CUDA builtins.
 //
-// Kernels read and write global memory with ld/ldg/st and shared memory with lds/sts, so that the executor can check
-// and count every access. All warp functions act on the full warp of 32 lanes. Lane l of a fragment: g = l / 4,
-// t = l % 4.
+// Kernels read and write global memory with ld/ldg/st and shared memory with lds/sts, so that the
+// executor can check and count every access. All warp functions act on the full warp of 32 lanes.
+// Lane l of a fragment: g = l / 4, t = l % 4.
 //
-// SIMT_WHERE ends the parameter list of a function that can report a fault: on the host it is the caller's file and
-// line, on the device nothing. A helper that takes SIMT_WHERE and hands it on with SIMT_AT is reported at its
-// caller's line.
+// SIMT_WHERE ends the parameter list of a function that can report a fault: on the host it is the
+// caller's file and line, on the device nothing. A helper that takes SIMT_WHERE and hands it on
+// with SIMT_AT is reported at its caller's line. SIMT_HERE is for a function without other
+// parameters, SIMT_WHERE_AGAIN for a specialization.
 #pragma once
 
 #include <math.h>
@@ -34,6 +36,7 @@
 #define SIMT_WHERE
 #define SIMT_AT
 #define SIMT_HERE
+#define SIMT_WHERE_AGAIN
 #else
 #include <source_location>
 
@@ -44,6 +47,7 @@
 #define ATTN_UNROLL
 #define ATTN_NO_UNROLL
 #define SIMT_WHERE , const std::source_location& where = std::source_location::current()
+#define SIMT_WHERE_AGAIN , const std::source_location& where
 #define SIMT_AT , where
 #define SIMT_HERE const std::source_location& where = std::source_location::current()
 #endif
@@ -109,7 +113,8 @@ using Stream = void*;
 
 namespace simt {
 
-// ---- threads ----------------------------------------------------------------------------------------------------
+// ---- threads
+// ----------------------------------------------------------------------------------------------------
 
 ATTN_DEVICE Index thread_idx() {
 #ifdef __CUDACC__
@@ -160,7 +165,8 @@ ATTN_DEVICE int warp() {
 #endif
 }
 
-// ---- barriers ---------------------------------------------------------------------------------------------------
+// ---- barriers
+// ---------------------------------------------------------------------------------------------------
 
 ATTN_DEVICE void sync_threads(SIMT_HERE) {
 #ifdef __CUDACC__
@@ -188,7 +194,8 @@ ATTN_DEVICE void sync_warp(SIMT_HERE) {
 #endif
 }
 
-// ---- warp votes and shuffles (4-byte or 8-byte values) --------------------------------------------------------------
+// ---- warp votes and shuffles (4-byte or 8-byte values)
+// --------------------------------------------------------------
 
 ATTN_DEVICE u32 ballot(bool predicate SIMT_WHERE) {
 #ifdef __CUDACC__
@@ -252,7 +259,8 @@ ATTN_DEVICE T shfl_up(T value, int delta SIMT_WHERE) {
 #endif
 }
 
-// ---- global memory ------------------------------------------------------------------------------------------------
+// ---- global memory
+// ------------------------------------------------------------------------------------------------
 
 template <class T>
 ATTN_DEVICE T ld(const T* p SIMT_WHERE) {
@@ -342,7 +350,8 @@ ATTN_DEVICE void thread_fence() {
 #endif
 }
 
-// ---- shared memory ------------------------------------------------------------------------------------------------
+// ---- shared memory
+// ------------------------------------------------------------------------------------------------
 
 // Base of the block's dynamic shared memory, aligned to 1024 bytes.
 ATTN_DEVICE char* shared() {
@@ -390,22 +399,25 @@ ATTN_DEVICE void sts128(void* p, U32x4 value SIMT_WHERE) {
 #endif
 }
 
-// ---- asynchronous copies, global to shared ------------------------------------------------------------------------
+// ---- asynchronous copies, global to shared
+// ------------------------------------------------------------------------
 
-// Bytes (4, 8 or 16) from global memory to shared memory, both aligned to that. Of the source only the first
-// src_bytes are read, the rest becomes zero. The data are there after cp_async_wait, and for other threads after a
-// barrier that follows it.
+// Bytes (4, 8 or 16) from global memory to shared memory, both aligned to that. Of the source only
+// the first src_bytes are read, the rest becomes zero. The data are there after cp_async_wait, and
+// for other threads after a barrier that follows it.
 template <int Bytes>
-ATTN_DEVICE void cp_async(void* shared_ptr, const void* global_ptr, int src_bytes = Bytes SIMT_WHERE) {
+ATTN_DEVICE void cp_async(void* shared_ptr, const void* global_ptr,
+                          int src_bytes = Bytes SIMT_WHERE) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "cp.async copies 4, 8 or 16 bytes");
 #ifdef __CUDACC__
   u32 dst = u32(__cvta_generic_to_shared(shared_ptr));
   if constexpr (Bytes == 16) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(global_ptr), "r"(src_bytes)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
+                 "l"(global_ptr), "r"(src_bytes)
                  : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(global_ptr), "n"(Bytes),
-                 "r"(src_bytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(global_ptr),
+                 "n"(Bytes), "r"(src_bytes)
                  : "memory");
   }
 #else
@@ -413,7 +425,8 @@ ATTN_DEVICE void cp_async(void* shared_ptr, const void* global_ptr, int src_byte
 #endif
 }
 
-ATTN_DEVICE void cp_async16(void* shared_ptr, const void* global_ptr, int src_bytes = 16 SIMT_WHERE) {
+ATTN_DEVICE void cp_async16(void* shared_ptr, const void* global_ptr,
+                            int src_bytes = 16 SIMT_WHERE) {
   cp_async<16>(shared_ptr, global_ptr, src_bytes SIMT_AT);
 }
 
@@ -436,10 +449,12 @@ ATTN_DEVICE void cp_async_wait() {
 #endif
 }
 
-// ---- matrix fragments ---------------------------------------------------------------------------------------------
+// ---- matrix fragments
+// ---------------------------------------------------------------------------------------------
 
-// 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned to 16) and
-// receives, of each matrix, elements (g, 2t) and (g, 2t + 1); transposed: (2t, g) and (2t + 1, g).
+// 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes,
+// aligned to 16) and receives, of each matrix, elements (g, 2t) and (g, 2t + 1); transposed: (2t,
+// g) and (2t + 1, g).
 ATTN_DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row SIMT_WHERE) {
 #ifdef __CUDACC__
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -492,29 +507,29 @@ template <class T>
 ATTN_DEVICE void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1 SIMT_WHERE);
 
 template <>
-ATTN_DEVICE void mma_m16n8k16<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1
+ATTN_DEVICE void mma_m16n8k16<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0,
+                                    u32 b1 SIMT_WHERE_AGAIN) {
 #ifdef __CUDACC__
-) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-                                    , const std::source_location& where) {
   host::mma(c, a, b0, b1, true, where);
 #endif
 }
 
 template <>
-ATTN_DEVICE void mma_m16n8k16<f16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1
+ATTN_DEVICE void mma_m16n8k16<f16>(float (&c)[4], const u32 (&a)[4], u32 b0,
+                                   u32 b1 SIMT_WHERE_AGAIN) {
 #ifdef __CUDACC__
-) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-                                   , const std::source_location& where) {
   host::mma(c, a, b0, b1, false, where);
 #endif
 }
@@ -524,7 +539,8 @@ ATTN_DEVICE void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2
   mma_m16n8k16<T>(c, a, b[0], b[1] SIMT_AT);
 }
 
-// ---- arithmetic -----------------------------------------------------------------------------------------------------
+// ---- arithmetic
+// -----------------------------------------------------------------------------------------------------
 
 // 2^x, about 2 ulp; 0 for -inf, subnormals are 0.
 ATTN_DEVICE float ex2(float x) {
@@ -579,7 +595,8 @@ ATTN_DEVICE float float_from_bits(u32 x) {
 #endif
 }
 
-// ---- 16-bit floats: round to nearest even ---------------------------------------------------------------------------
+// ---- 16-bit floats: round to nearest even
+// ---------------------------------------------------------------------------
 
 ATTN_DEVICE float to_float(float x) { return x; }
 ATTN_DEVICE float to_float(bf16 x) { return float_from_bits(u32(x.bits) << 16); }
@@ -649,11 +666,13 @@ ATTN_DEVICE Float2 unpack2(u32 x) {
   return {to_float(T{u16(x)}), to_float(T{u16(x >> 16)})};
 }
 
-// ---- host side: devices and launches --------------------------------------------------------------------------------
+// ---- host side: devices and launches
+// --------------------------------------------------------------------------------
 
 #ifdef __CUDACC__
 inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 // Shared memory above 48 KB must be asked for, once per kernel and device.
@@ -666,7 +685,8 @@ inline void allow_shared(const void* kernel, size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
   size_t& have = allowed[{kernel, device}];
   if (have >= bytes) return;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), "shared memory size");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)),
+        "shared memory size");
   have = bytes;
 }
 #endif
@@ -677,9 +697,12 @@ inline Device device() {
   int id, sms, shared, major, minor;
   check(cudaGetDevice(&id), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, id), "multiprocessors");
-  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id), "shared memory per block");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id), "compute capability");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id), "compute capability");
+  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id),
+        "shared memory per block");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id),
+        "compute capability");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id),
+        "compute capability");
   return {sms, shared, 10 * major + minor};
 #else
   return host::device;
@@ -687,18 +710,22 @@ inline Device device() {
 }
 
 // Starts kernel(args...) on grid x block threads with shared_bytes of dynamic shared memory. Throws
-// std::runtime_error; under the executor the kernel has ended when launch returns, and a fault is thrown.
+// std::runtime_error; under the executor the kernel has ended when launch returns, and a fault is
+// thrown.
 template <class... Parameters, class... Args>
-void launch(void (*kernel)(Parameters...), Grid grid, Dim block, size_t shared_bytes, Stream stream, Args... args) {
+void launch(void (*kernel)(Parameters...), Grid grid, Dim block, size_t shared_bytes, Stream stream,
+            Args... args) {
 #ifdef __CUDACC__
   allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
-  kernel<<<dim3(grid.x, grid.y, grid.z), dim3(block.x, block.y, block.z), shared_bytes, stream>>>(Parameters(args)...);
+  kernel<<<dim3(grid.x, grid.y, grid.z), dim3(block.x, block.y, block.z), shared_bytes, stream>>>(
+      Parameters(args)...);
   check(cudaGetLastError(), "kernel launch");
 #else
   (void)stream;
   auto body = [&] { kernel(Parameters(args)...); };
-  host::launch(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, grid.where,
-               [](void* context) { (*static_cast<decltype(body)*>(context))(); }, &body);
+  host::launch(
+      reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, grid.where,
+      [](void* context) { (*static_cast<decltype(body)*>(context))(); }, &body);
 #endif
 }
 

@@ -26,12 +26,15 @@ class Library:
             ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p, ctypes.c_int,
         ]  # fmt: skip
         self.lib.simt_seed.argtypes = [ctypes.c_ulonglong]
+        self._dry = False
+        self.registered = {}  # name -> bytes, since the last reset
         self.lib.simt_check_outputs.restype = ctypes.c_char_p
         self.lib.simt_launches.restype = ctypes.c_char_p
 
     def reset(self):
         """Forgets buffers and counters."""
         self.lib.simt_reset()
+        self.registered = {}
 
     def seed(self, value):
         """0: the fixed schedule; others: shuffled warps, lanes and blocks."""
@@ -40,6 +43,11 @@ class Library:
     def device(self, sms=132, max_shared=227 * 1024, cc=90):
         """What simt::device() tells launchers."""
         self.lib.simt_device(sms, max_shared, cc)
+
+    def dry_run(self, on):
+        """Whether launches are only recorded: nothing runs, tensors need not hold memory."""
+        self._dry = on
+        self.lib.simt_dry_run(int(on))
 
     def register(self, name, tensor, kind):
         """
@@ -51,6 +59,9 @@ class Library:
         if tensor is None or tensor.numel() == 0:
             return
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.registered[name] = tensor.numel() * tensor.element_size()
+        if self._dry:
+            return
         if kind in ("output", "scratch"):
             ctypes.memset(tensor.data_ptr(), 0xFF, extent * tensor.element_size())
         self.lib.simt_register(
@@ -67,7 +78,7 @@ class Library:
 
     def check_outputs(self):
         """Raises Fault unless every element of every output is written."""
-        message = self.lib.simt_check_outputs()
+        message = None if self._dry else self.lib.simt_check_outputs()
         if message is not None:
             raise Fault(message.decode())
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from build import build, compiler
 from executor import Fault, Library
+
+from build import build, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no host compiler for the executor's kernels")
 
@@ -89,7 +90,7 @@ def test_library_goes_on_after_a_fault(faults):
         run_fault(faults, fault, False, 0)
 
 
-# ---- what the wrappers compute --------------------------------------------------------------------------------------
+# ---- what the wrappers compute ----
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +105,8 @@ def conformance():
         out = np.zeros((*operands.shape[:2], results), np.uint32)
         library.seed(seed)
         library.call(
-            "conformance_run", names.index(name), ctypes.c_void_p(operands.ctypes.data), ctypes.c_void_p(out.ctypes.data),
-            operands.shape[0],
+            "conformance_run", names.index(name), ctypes.c_void_p(operands.ctypes.data),
+            ctypes.c_void_p(out.ctypes.data), operands.shape[0],
         )  # fmt: skip
         return out
 
@@ -200,7 +201,8 @@ def test_conversions_round_to_nearest_even(conformance):
         as_half = torch.from_numpy(pair.view(np.int16))
         np.testing.assert_array_equal(out[..., 4:6].view(np.float32), as_half.view(torch.bfloat16).float().numpy())
         np.testing.assert_array_equal(
-            out[..., 6:8].view(np.float32), np.nan_to_num(as_half.view(torch.float16).float().numpy(), posinf=np.inf, neginf=-np.inf)
+            out[..., 6:8].view(np.float32),
+            np.nan_to_num(as_half.view(torch.float16).float().numpy(), posinf=np.inf, neginf=-np.inf),
         )  # fmt: skip
 
 
@@ -227,7 +229,7 @@ def test_copies_and_accesses_of_every_width(conformance):
     np.testing.assert_array_equal(conformance("memory", x, 8), np.concatenate([x, x], -1))
 
 
-# ---- what it counts ---------------------------------------------------------------------------------------------------
+# ---- what it counts ----
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +255,8 @@ def counted(kernels, request):
 
 
 @pytest.mark.parametrize(
-    "stride, offset, sectors_per_warp", [(1, 0, 4), (1, 1, 5), (2, 0, 8), (4, 0, 16), (8, 0, 32), (100, 0, 32), (0, 7, 1)]
+    "stride, offset, sectors_per_warp",
+    [(1, 0, 4), (1, 1, 5), (2, 0, 8), (4, 0, 16), (8, 0, 32), (100, 0, 32), (0, 7, 1)],
 )
 def test_sectors_of_4_byte_loads(counted, stride, offset, sectors_per_warp):
     x = torch.empty(2 * 64 * 100 + 16, dtype=torch.int32)
@@ -274,7 +277,9 @@ def test_sectors_of_16_byte_loads(counted):
     assert counted("copy_vectors", 4, 64, 2, 0, input=x, output=out)["traffic"]["input"]["load_sectors"] == 256
 
 
-@pytest.mark.parametrize("stride, wavefronts", [(0, 1), (1, 1), (2, 2), (3, 1), (4, 4), (5, 1), (8, 8), (16, 16), (31, 1)])
+@pytest.mark.parametrize(
+    "stride, wavefronts", [(0, 1), (1, 1), (2, 2), (3, 1), (4, 4), (5, 1), (8, 8), (16, 16), (31, 1)]
+)
 def test_bank_conflicts_of_4_byte_reads(counted, stride, wavefronts):
     launch = counted("shared_words", stride, output=torch.empty(32, dtype=torch.int32))
     assert launch["shared_load_wavefronts"] == wavefronts and launch["shared_load_ideal"] == 1
@@ -319,7 +324,9 @@ def test_atomics_of_different_blocks_add_up(counted):
     assert total.item() == 5 * 64
 
 
-@pytest.mark.parametrize("which, rule", [(0, r"grid \(0"), (1, r"grid \(1, 70000"), (2, r"block \(48"), (3, "233472 bytes")])
+@pytest.mark.parametrize(
+    "which, rule", [(0, r"grid \(0"), (1, r"grid \(1, 70000"), (2, r"block \(48"), (3, "233472 bytes")]
+)
 def test_impossible_launches_are_faults(kernels, which, rule):
     kernels.reset()
     with pytest.raises(Fault, match=f"tests/simt/counters.cpp:[0-9]+: {rule}"):

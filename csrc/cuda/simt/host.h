@@ -1,8 +1,8 @@
 // The host executor, as the bodies of the wrappers in simt.cuh see it.
 //
-// A kernel runs block by block; within a block every CUDA thread is a fiber. A fiber runs until it waits: for the
-// other lanes of its warp at a collective, or for the block at a barrier. Everything is checked on the way, and the
-// first fault ends the launch with a Fault. One launch at a time.
+// A kernel runs block by block; within a block every CUDA thread is a fiber. A fiber runs until it
+// waits: for the other lanes of its warp at a collective, or for the block at a barrier. Everything
+// is checked on the way, and the first fault ends the launch with a Fault. One launch at a time.
 #pragma once
 
 #include <bit>
@@ -27,22 +27,32 @@ namespace host {
 using Where = std::source_location;
 
 enum class Op : uint8_t {
-  shfl, shfl_xor, shfl_down, shfl_up, ballot, sync_warp,
-  ldmatrix_x2, ldmatrix_x4, ldmatrix_x2_trans, ldmatrix_x4_trans, mma_bf16, mma_f16,
+  shfl,
+  shfl_xor,
+  shfl_down,
+  shfl_up,
+  ballot,
+  sync_warp,
+  ldmatrix_x2,
+  ldmatrix_x4,
+  ldmatrix_x2_trans,
+  ldmatrix_x4_trans,
+  mma_bf16,
+  mma_f16,
 };
 
 // Per-lane operands and results of the collective at which a warp's lanes meet.
 struct Warp {
-  u32 arrived = 0;   // lanes that wait at the collective
-  u32 ready = 0;     // lanes that can run
+  u32 arrived = 0;  // lanes that wait at the collective
+  u32 ready = 0;    // lanes that can run
   Op op{};
   Where where;
-  u32 since = 0;     // time of the last barrier that this warp passed
-  u64 value[32];     // shuffle and vote
+  u32 since = 0;  // time of the last barrier that this warp passed
+  u64 value[32];  // shuffle and vote
   u64 result[32];
-  int source[32];    // shuffle: lane, mask or delta
+  int source[32];  // shuffle: lane, mask or delta
   const char* row[32];
-  u32 a[4][32];      // mma operands, or what ldmatrix loaded
+  u32 a[4][32];  // mma operands, or what ldmatrix loaded
   u32 b[2][32];
   float c[4][32];
 };
@@ -58,13 +68,13 @@ struct AsyncCopy {
 struct Thread {
   Index index;
   int lane, warp_id;
-  int id;             // linear
+  int id;  // linear
   Warp* warp;
   fiber::Context context;
   enum State : uint8_t { running, at_barrier, exited } state;
-  u32 groups;         // of cp.async, committed
+  u32 groups;  // of cp.async, committed
   std::vector<AsyncCopy> copies;
-  Where where;        // of the barrier it waits at
+  Where where;  // of the barrier it waits at
 };
 
 extern Thread* current;
@@ -74,8 +84,8 @@ extern Device device;
 extern u64 exp_count;
 
 // Runs body(context) as every thread of the grid.
-void launch(const void* kernel, Dim grid, Dim block, size_t shared_bytes, const Where& where, void (*body)(void*),
-            void* context);
+void launch(const void* kernel, Dim grid, Dim block, size_t shared_bytes, const Where& where,
+            void (*body)(void*), void* context);
 
 void sync_threads(const Where& where);
 bool sync_threads_or(bool predicate, const Where& where);
@@ -89,7 +99,8 @@ void global_write(void* p, int bytes, const Where& where);
 void global_atomic(void* p, int bytes, const Where& where);
 void shared_read(const void* p, int bytes, const Where& where);
 void shared_write(void* p, int bytes, const Where& where);
-void cp_async(void* shared_ptr, const void* global_ptr, int bytes, int src_bytes, const Where& where);
+void cp_async(void* shared_ptr, const void* global_ptr, int bytes, int src_bytes,
+              const Where& where);
 void cp_async_commit();
 void cp_async_wait(int pending);
 
@@ -125,7 +136,8 @@ void ldmatrix(u32 (&r)[N], int matrices, const void* row, bool transposed, const
   for (int i = 0; i < N; ++i) r[i] = w.a[i][lane];
 }
 
-inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bool is_bf16, const Where& where) {
+inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bool is_bf16,
+                const Where& where) {
   Warp& w = *current->warp;
   int lane = current->lane;
   for (int i = 0; i < 4; ++i) {

@@ -1,8 +1,9 @@
 // Checks and counts of memory accesses: registered buffers, shared memory, asynchronous copies.
 //
-// Order between two accesses of a block is read off a clock, `now`, that every barrier advances: what happened before
-// the block's last barrier is ordered before everything after it, and likewise within a warp for its last barrier.
-// Two accesses of different threads that are not ordered, one of them a write, are a race.
+// Order between two accesses of a block is read off a clock, `now`, that every barrier advances:
+// what happened before the block's last barrier is ordered before everything after it, and likewise
+// within a warp for its last barrier. Two accesses of different threads that are not ordered, one
+// of them a write, are a race.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -14,15 +15,18 @@ namespace host {
 namespace {
 
 constexpr size_t max_shared = 228 * 1024;
-constexpr u32 in_flight = 0xffffffffu;          // write time of bytes that a cp.async will write
-constexpr u16 many_warps = 0xffff, lanes_of = 0x8000;  // readers of a unit, beside a thread's number
-constexpr u16 atomically = 0xffff;              // writer of a unit
+constexpr u32 in_flight = 0xffffffffu;  // write time of bytes that a cp.async will write
+constexpr u16 many_warps = 0xffff,
+              lanes_of = 0x8000;    // readers of a unit, beside a thread's number
+constexpr u16 atomically = 0xffff;  // writer of a unit
 
-// ---- call sites and their accesses --------------------------------------------------------------------------------
+// ---- call sites and their accesses
+// --------------------------------------------------------------------------------
 
 enum class Access : u64 { load, store, shared_load, shared_store };
 
-// The k-th access of each lane at one call site since the warp last met: one instruction of the warp.
+// The k-th access of each lane at one call site since the warp last met: one instruction of the
+// warp.
 struct Group {
   u32 lanes = 0;
   u32 bytes = 0;  // of all lanes
@@ -43,7 +47,8 @@ struct WarpLog {
   std::vector<u16> active;
 };
 
-// Call sites by number; a source_location is one pointer to a static record, which identifies the site.
+// Call sites by number; a source_location is one pointer to a static record, which identifies the
+// site.
 class Sites {
  public:
   u16 number(const Where& where, Access access) {
@@ -70,15 +75,16 @@ class Sites {
   std::vector<Where> places_;
 };
 
-// ---- shadows --------------------------------------------------------------------------------------------------------
+// ---- shadows
+// --------------------------------------------------------------------------------------------------------
 
-struct SharedUnit {  // 2 bytes of shared memory
+struct SharedUnit {           // 2 bytes of shared memory
   u32 written = 0, read = 0;  // times
   u16 writer = 0, write_site = 0;
   u16 reader = 0, read_site = 0;
 };
 
-struct GlobalUnit {  // an element of a buffer that is not an input
+struct GlobalUnit {                  // an element of a buffer that is not an input
   u32 write_block = 0, written = 0;  // serial of the block, 0: never; time
   u32 read_block = 0;
   u16 writer = 0, write_site = 0;
@@ -123,7 +129,8 @@ void log(const Thread& t, u16 site, Access access, const void* p, int bytes, Buf
   s.groups[k].address[t.lane] = u64(p);
 }
 
-// Accesses to `count` distinct pieces of one bank row's width, `banks` side by side: the fullest bank decides.
+// Accesses to `count` distinct pieces of one bank row's width, `banks` side by side: the fullest
+// bank decides.
 void add_wavefronts(Wavefronts& w, u64* pieces, int count, int banks) {
   if (count == 0) return;
   std::sort(pieces, pieces + count);
@@ -164,7 +171,8 @@ void account(const SiteLog& s, const Group& g) {
   }
 }
 
-// ---- shared memory ----------------------------------------------------------------------------------------------------
+// ---- shared memory
+// ----------------------------------------------------------------------------------------------------
 
 // Whether a write at `time` by `writer` comes before what t does now.
 bool ordered(const Thread& t, int writer, u32 time) {
@@ -172,13 +180,15 @@ bool ordered(const Thread& t, int writer, u32 time) {
   return writer / 32 == t.warp_id && time < t.warp->since;
 }
 
-size_t shared_offset(const Thread& t, const void* p, int bytes, const char* what, const Where& where) {
+size_t shared_offset(const Thread& t, const void* p, int bytes, const char* what,
+                     const Where& where) {
   size_t offset = size_t(static_cast<const char*>(p) - shared_base);
   if (offset >= shared_size || offset + bytes > shared_size) {
-    fault(&t, where, "out-of-bounds shared %s of %d bytes at offset %lld, the block has %zu bytes", what, bytes,
-          (long long)offset, shared_size);
+    fault(&t, where, "out-of-bounds shared %s of %d bytes at offset %lld, the block has %zu bytes",
+          what, bytes, (long long)offset, shared_size);
   }
-  if (offset % bytes) fault(&t, where, "misaligned shared %s of %d bytes at offset %zu", what, bytes, offset);
+  if (offset % bytes)
+    fault(&t, where, "misaligned shared %s of %d bytes at offset %zu", what, bytes, offset);
   return offset;
 }
 
@@ -195,12 +205,15 @@ void read_shared(const Thread& t, const void* p, int bytes, u16 site, const Wher
   for (size_t i = offset / 2; i <= (offset + bytes - 1) / 2; ++i) {
     SharedUnit& u = shared_shadow[i];
     if (u.written == in_flight) {
-      fault(&t, where, "read of shared memory at offset %zu before cp_async_wait; copied at %s", 2 * i,
-            at(copy_into(threads[u.writer], 2 * i)).c_str());
+      fault(&t, where, "read of shared memory at offset %zu before cp_async_wait; copied at %s",
+            2 * i, at(copy_into(threads[u.writer], 2 * i)).c_str());
     }
-    if (u.written < block_start) fault(&t, where, "read of shared memory never written, at offset %zu", 2 * i);
+    if (u.written < block_start)
+      fault(&t, where, "read of shared memory never written, at offset %zu", 2 * i);
     if (!ordered(t, u.writer, u.written)) {
-      fault(&t, where, "race on shared memory at offset %zu: read with no barrier after the write by thread %d at %s",
+      fault(&t, where,
+            "race on shared memory at offset %zu: read with no barrier after the write by thread "
+            "%d at %s",
             2 * i, u.writer, at(sites.place(u.write_site)).c_str());
     }
     bool mine = u.reader == t.id || u.reader == (lanes_of | t.warp_id);
@@ -220,17 +233,22 @@ void write_shared(const Thread& t, void* p, int bytes, u32 time, u16 site, const
   for (size_t i = offset / 2; i <= (offset + bytes - 1) / 2; ++i) {
     SharedUnit& u = shared_shadow[i];
     if (u.written == in_flight) {
-      fault(&t, where, "write to shared memory at offset %zu while a cp.async into it is in flight; copied at %s",
+      fault(&t, where,
+            "write to shared memory at offset %zu while a cp.async into it is in flight; copied at "
+            "%s",
             2 * i, at(copy_into(threads[u.writer], 2 * i)).c_str());
     }
     if (!ordered(t, u.writer, u.written)) {
-      fault(&t, where, "race on shared memory at offset %zu: written with no barrier after the write by thread %d at %s",
+      fault(&t, where,
+            "race on shared memory at offset %zu: written with no barrier after the write by "
+            "thread %d at %s",
             2 * i, u.writer, at(sites.place(u.write_site)).c_str());
     }
     bool my_warp = u.reader == (lanes_of | t.warp_id) || u.reader / 32 == t.warp_id;
     if (u.reader != t.id && u.read >= since_block && !(my_warp && u.read < t.warp->since)) {
-      fault(&t, where, "race on shared memory at offset %zu: written with no barrier after the read at %s", 2 * i,
-            at(sites.place(u.read_site)).c_str());
+      fault(&t, where,
+            "race on shared memory at offset %zu: written with no barrier after the read at %s",
+            2 * i, at(sites.place(u.read_site)).c_str());
     }
     u.written = time;
     u.writer = u16(t.id);
@@ -238,28 +256,33 @@ void write_shared(const Thread& t, void* p, int bytes, u32 time, u16 site, const
   }
 }
 
-// ---- global memory ----------------------------------------------------------------------------------------------------
+// ---- global memory
+// ----------------------------------------------------------------------------------------------------
 
-Buffer& find(const Thread& t, const void* pointer, int bytes, int alignment, const char* what, const Where& where) {
+Buffer& find(const Thread& t, const void* pointer, int bytes, int alignment, const char* what,
+             const Where& where) {
   const char* p = static_cast<const char*>(pointer);
   Buffer* b = last_buffer;
   if (!b || p < b->base || p + bytes > b->base + b->bytes) {
     auto after = std::upper_bound(buffers.begin(), buffers.end(), p,
                                   [](const char* x, const Buffer& y) { return x < y.base; });
     if (after == buffers.begin()) {
-      fault(&t, where, "out-of-bounds global %s of %d bytes at %p, before every buffer", what, bytes, pointer);
+      fault(&t, where, "out-of-bounds global %s of %d bytes at %p, before every buffer", what,
+            bytes, pointer);
     }
     b = &*(after - 1);
     if (p + bytes > b->base + b->bytes) {
-      std::string next = after == buffers.end() ? "" : ", " + std::to_string(after->base - p) + " before " + after->name;
-      fault(&t, where, "out-of-bounds global %s of %d bytes at byte %lld of '%s', which has %zu%s", what, bytes,
-            (long long)(p - b->base), b->name.c_str(), b->bytes, next.c_str());
+      std::string next = after == buffers.end()
+                             ? ""
+                             : ", " + std::to_string(after->base - p) + " before " + after->name;
+      fault(&t, where, "out-of-bounds global %s of %d bytes at byte %lld of '%s', which has %zu%s",
+            what, bytes, (long long)(p - b->base), b->name.c_str(), b->bytes, next.c_str());
     }
     last_buffer = b;
   }
   if (u64(p) % alignment) {
-    fault(&t, where, "misaligned global %s of %d bytes at byte %lld of '%s'", what, bytes, (long long)(p - b->base),
-          b->name.c_str());
+    fault(&t, where, "misaligned global %s of %d bytes at byte %lld of '%s'", what, bytes,
+          (long long)(p - b->base), b->name.c_str());
   }
   return *b;
 }
@@ -273,7 +296,8 @@ void each_unit(Buffer& b, const void* p, int bytes, F f) {
 
 bool in_launch(u32 serial) { return serial >= launch_first_serial; }
 
-void read_global(const Thread& t, const void* p, int bytes, int alignment, bool constant, const Where& where) {
+void read_global(const Thread& t, const void* p, int bytes, int alignment, bool constant,
+                 const Where& where) {
   Buffer& b = find(t, p, bytes, alignment, "read", where);
   log(t, sites.number(where, Access::load), Access::load, p, bytes, &b);
   each_unit(b, p, bytes, [&](GlobalUnit& u, size_t i) {
@@ -282,11 +306,15 @@ void read_global(const Thread& t, const void* p, int bytes, int alignment, bool 
     }
     if (in_launch(u.write_block)) {
       bool other = u.write_block != block_serial;
-      if (constant || (other ? !acquired : u.writer != atomically && !ordered(t, u.writer, u.written))) {
+      if (constant ||
+          (other ? !acquired : u.writer != atomically && !ordered(t, u.writer, u.written))) {
         fault(&t, where, "%s element %zu of '%s', written in this launch by %s%s at %s",
-              constant ? "constant read of" : other ? "read of" : "read with no barrier of", i, b.name.c_str(),
-              block_name(u.write_block).c_str(),
-              other ? "" : (", thread " + std::to_string(u.writer)).c_str(), at(sites.place(u.write_site)).c_str());
+              constant ? "constant read of"
+              : other  ? "read of"
+                       : "read with no barrier of",
+              i, b.name.c_str(), block_name(u.write_block).c_str(),
+              other ? "" : (", thread " + std::to_string(u.writer)).c_str(),
+              at(sites.place(u.write_site)).c_str());
       }
     }
     if (!in_launch(u.read_block) || u.read_block == block_serial) u.read_block = block_serial;
@@ -309,17 +337,20 @@ void write_global(const Thread& t, void* p, int bytes, bool atomic, const Where&
     bool was_atomic = u.writer == atomically;
     if (in_launch(u.write_block) && !(was_atomic && acquired)) {
       if (u.write_block != block_serial) {
-        fault(&t, where, "element %zu of '%s' written by two blocks, before by %s at %s", i, b.name.c_str(),
-              block_name(u.write_block).c_str(), at(sites.place(u.write_site)).c_str());
+        fault(&t, where, "element %zu of '%s' written by two blocks, before by %s at %s", i,
+              b.name.c_str(), block_name(u.write_block).c_str(),
+              at(sites.place(u.write_site)).c_str());
       }
       if (!ordered(t, u.writer, u.written)) {
-        fault(&t, where, "race on element %zu of '%s': written with no barrier after the write by thread %d at %s", i,
-              b.name.c_str(), u.writer, at(sites.place(u.write_site)).c_str());
+        fault(&t, where,
+              "race on element %zu of '%s': written with no barrier after the write by thread %d "
+              "at %s",
+              i, b.name.c_str(), u.writer, at(sites.place(u.write_site)).c_str());
       }
     }
     if (in_launch(u.read_block) && u.read_block != block_serial && !acquired) {
-      fault(&t, where, "element %zu of '%s' written, and read in the same launch by %s", i, b.name.c_str(),
-            block_name(u.read_block).c_str());
+      fault(&t, where, "element %zu of '%s' written, and read in the same launch by %s", i,
+            b.name.c_str(), block_name(u.read_block).c_str());
     }
     u.write_block = block_serial;
     u.written = now;
@@ -372,7 +403,9 @@ void global_read(const void* p, int bytes, bool constant, const Where& where) {
   read_global(*current, p, bytes, bytes, constant, where);
 }
 
-void global_write(void* p, int bytes, const Where& where) { write_global(*current, p, bytes, false, where); }
+void global_write(void* p, int bytes, const Where& where) {
+  write_global(*current, p, bytes, false, where);
+}
 
 void global_atomic(void* p, int bytes, const Where& where) {
   write_global(*current, p, bytes, true, where);
@@ -391,16 +424,18 @@ void shared_write(void* p, int bytes, const Where& where) {
   log(*current, site, Access::shared_store, p, bytes, nullptr);
 }
 
-void cp_async(void* shared_ptr, const void* global_ptr, int bytes, int src_bytes, const Where& where) {
+void cp_async(void* shared_ptr, const void* global_ptr, int bytes, int src_bytes,
+              const Where& where) {
   Thread& t = *current;
-  if (src_bytes < 0 || src_bytes > bytes) fault(&t, where, "cp.async of %d bytes from %d", bytes, src_bytes);
+  if (src_bytes < 0 || src_bytes > bytes)
+    fault(&t, where, "cp.async of %d bytes from %d", bytes, src_bytes);
   if (src_bytes > 0) read_global(t, global_ptr, src_bytes, bytes, false, where);
   u16 site = sites.number(where, Access::shared_store);
   write_shared(t, shared_ptr, bytes, in_flight, site, where);
   log(t, site, Access::shared_store, shared_ptr, bytes, nullptr);
   std::memset(shared_ptr, 0xff, bytes);
-  t.copies.push_back({static_cast<char*>(shared_ptr), static_cast<const char*>(global_ptr), bytes, src_bytes, t.groups,
-                      where});
+  t.copies.push_back({static_cast<char*>(shared_ptr), static_cast<const char*>(global_ptr), bytes,
+                      src_bytes, t.groups, where});
 }
 
 void cp_async_commit() { ++current->groups; }
@@ -454,15 +489,17 @@ std::string unwritten_output() {
     auto first = std::find_if(b.shadow.begin(), b.shadow.end(), unwritten) - b.shadow.begin();
     std::string launched = launches.empty() ? "no launch" : launches.back().where;
     std::string kernel = launches.empty() ? "" : " [kernel " + launches.back().kernel + "]";
-    return launched + ": " + std::to_string(count) + " of " + std::to_string(b.shadow.size()) + " elements of '" +
-           b.name + "' never written, the first is " + std::to_string(first) + kernel;
+    return launched + ": " + std::to_string(count) + " of " + std::to_string(b.shadow.size()) +
+           " elements of '" + b.name + "' never written, the first is " + std::to_string(first) +
+           kernel;
   }
   return "";
 }
 
 void begin_launch_memory() {
   if (!shared_base) {
-    void* p = mmap(nullptr, max_shared + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* p = mmap(nullptr, max_shared + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                   -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
     shared_base = static_cast<char*>(p);
     shared_shadow.resize(max_shared / 2);

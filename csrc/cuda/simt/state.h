@@ -8,13 +8,15 @@
 namespace simt {
 namespace host {
 
-// Traffic of one buffer. A sector is 32 aligned bytes; one access of a warp touches each distinct sector once.
+// Traffic of one buffer. A sector is 32 aligned bytes; one access of a warp touches each distinct
+// sector once.
 struct Traffic {
   u64 load_sectors = 0, store_sectors = 0;
   u64 load_bytes = 0, store_bytes = 0;  // asked for by the lanes
 };
 
-// Shared memory serves its 32 banks of 4 bytes once per wavefront; `ideal` is the count without bank conflicts.
+// Shared memory serves its 32 banks of 4 bytes once per wavefront; `ideal` is the count without
+// bank conflicts.
 struct Wavefronts {
   u64 count = 0, ideal = 0;
 };
@@ -40,20 +42,22 @@ enum class Kind : int {
   scratch,  // unwritten at first
 };
 
-extern Counters counters;       // of the launch in progress
+extern Counters counters;  // of the launch in progress
 extern std::vector<Counters> launches;
-extern u64 seed;                // 0: fixed schedule
-extern u32 now;                 // counts barriers of warps and blocks
-extern u32 block_start;         // `now` at the start of the block
-extern u32 since_block;         // `now` at the last barrier of the block
-extern u32 block_serial;        // of the block in progress, never 0
-extern u32 launch_first_serial; // of the launch's first block
-extern Thread* threads;         // of the block
+extern u64 seed;                 // 0: fixed schedule
+extern bool dry_run;             // launches are recorded, and no thread runs
+extern u32 now;                  // counts barriers of warps and blocks
+extern u32 block_start;          // `now` at the start of the block
+extern u32 since_block;          // `now` at the last barrier of the block
+extern u32 block_serial;         // of the block in progress, never 0
+extern u32 launch_first_serial;  // of the launch's first block
+extern Thread* threads;          // of the block
 
 u64 random();
 
 // Ends the launch; message formatted as by printf.
-[[noreturn]] __attribute__((format(printf, 3, 4))) void fault(const Thread* thread, const Where& where,
+[[noreturn]] __attribute__((format(printf, 3, 4))) void fault(const Thread* thread,
+                                                              const Where& where,
                                                               const char* format, ...);
 std::string at(const Where& where);
 std::string block_name(u32 serial);
@@ -65,7 +69,7 @@ std::string unwritten_output();  // message, empty when every element of every o
 void begin_launch_memory();
 void begin_block_memory(size_t shared_bytes);
 void end_launch_memory();
-void drop_memory_state();        // after a fault
+void drop_memory_state();  // after a fault
 void land_all(Thread& thread);
 void flush_accesses(int warp_id);
 void ldmatrix_read(int warp_id, const char* const* rows, int matrices, const Where& where);
