@@ -20,6 +20,7 @@ PYBIND11_MODULE(_C, m) {
       "gcc " __VERSION__;
 #endif
   m.attr("cuda_built") = bool(ATTN_EXT_CUDA_BUILT);
+  m.attr("cuda_compiler") = ATTN_EXT_CUDA_COMPILER;
   bind_block_allocator(m);
   attn_ext::use_backend_of_environment();
 }
