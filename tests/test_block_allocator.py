@@ -192,6 +192,17 @@ def run_allocator_machine(num_blocks, block_size):
             for block in reversed(blocks):
                 self.model.drop_reference(block)
 
+        @precondition(lambda self: self.tables)
+        @rule(data=st.data())
+        def free_the_beginning(self, data):
+            """No cache does this: what was published after the freed block may outlive it and must not be found."""
+            table = data.draw(st.sampled_from(self.tables))
+            beginning, table[0] = table[0][:1], table[0][1:]
+            table[1] = max(0, table[1] - 1)
+            self.allocator.free(beginning)
+            for block in beginning:
+                self.model.drop_reference(block)
+
         @precondition(lambda self: self.model.refs)
         @rule(data=st.data())
         def free_too_often(self, data):
