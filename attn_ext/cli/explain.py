@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +49,8 @@ def explain(
         return
     try:
         if output.suffix == ".png":
-            save_png(explanation, labels, prompt, output)
+            if not save_png(explanation, labels, prompt, output):
+                print("matplotlib's font lacks some of the characters; a .html shows all of them", file=sys.stderr)
         else:
             from attn_ext.cli.render_html import save_html
 

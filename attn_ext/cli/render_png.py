@@ -23,8 +23,8 @@ COLOUR_MAPS = {"scores": "RdBu_r", "weights": "Greens", "outputs": "PuOr_r"}
 MARGIN, BAR, TABLE_LINE = 0.45, 0.45, 0.225
 
 
-def save_png(explanation: Explanation, labels: list[str], title: str, path: Path) -> None:
-    """Write the picture; warns where no installed font can draw a token."""
+def save_png(explanation: Explanation, labels: list[str], title: str, path: Path) -> bool:
+    """Write the picture -> whether matplotlib's font has all characters; it draws a box for one it lacks."""
     heads, stages = explanation.heads, explanation.stages()
     groups = 2 if len(heads) > 1 else 1  # heads side by side
     square = min(max(1.6, 0.3 * len(labels)), 7.0)
@@ -50,9 +50,10 @@ def save_png(explanation: Explanation, labels: list[str], title: str, path: Path
             ax = page.axes(left + names, top + 0.6, panel_width, square)
             _panel(page, ax, name, explanation, head, labels)
             left += panel_width + names + BAR
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         page.figure.savefig(path)
+    return not any("missing from" in str(warning.message) for warning in caught)
 
 
 class _Page:
