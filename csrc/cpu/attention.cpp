@@ -163,7 +163,8 @@ struct StepRows {
   int64_t count;
 
   StepRows(const AttentionParams& p, const Tile& t, int64_t first) {
-    count = min_of(kStep, t.seq.Tk - first);
+    count = max_of<int64_t>(0, min_of(kStep, t.seq.Tk - first));
+    if (count == 0) return;
     const T* keys = static_cast<const T*>(p.k) + t.kv_head * p.k_head_stride;
     const T* values = static_cast<const T*>(p.v) + t.kv_head * p.v_head_stride;
     if (!t.seq.blocks) {
@@ -183,6 +184,15 @@ struct StepRows {
       }
     }
   }
+
+  // Rows of pages lie anywhere, which no hardware prefetcher foresees.
+  void prefetch(int64_t D) const {
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) {
+        __builtin_prefetch(k[j] + d, 0, 2);
+        __builtin_prefetch(v[j] + d, 0, 2);
+      }
+  }
 };
 
 template <class A>
@@ -200,10 +210,15 @@ A bias_at(const AttentionParams& p, int64_t offset) {
 // scores (rows, kStep) = q k^T, not yet scaled
 template <class T>
 void multiply_keys(const Tile& t, int64_t D, const StepRows<T>& rows, Scratch<Accumulate<T>>& s) {
-  pack_transposed<T>(rows.count, kStep, D, [&](int64_t j) { return rows.k[j]; }, s.keys, kStep);
+  const bool few = t.rows <= kFewRows;
+  if (!few) pack_transposed<T>(rows.count, D, [&](int64_t j) { return rows.k[j]; }, s.keys, kStep);
   for (int64_t d = 0; d < D; d += kDepthBlock) {
     auto* to = d == 0 ? s.scores : s.partial;
-    gemm(t.rows, kStep, min_of(kDepthBlock, D - d), s.q + d, s.ld, s.keys + d * kStep, kStep, to, kStep, false);
+    const int64_t depth = min_of(kDepthBlock, D - d);
+    if (few)
+      gemm_transposed<T>(t.rows, rows.count, depth, s.q + d, s.ld, [&](int64_t j) { return rows.k[j] + d; }, to, kStep);
+    else
+      gemm(t.rows, round_up(rows.count, W<Accumulate<T>>), depth, s.q + d, s.ld, s.keys + d * kStep, kStep, to, kStep, false);
     if (d > 0)
       for (int64_t i = 0; i < t.rows * kStep; ++i) s.scores[i] += s.partial[i];
   }
@@ -295,9 +310,11 @@ template <class T>
 void add_step(const AttentionParams& p, const Tile& t, int64_t first, Scratch<Accumulate<T>>& s) {
   using A = Accumulate<T>;
   const StepRows<T> rows(p, t, first);
+  if (t.rows <= kFewRows) StepRows<T>(p, t, first + kStep).prefetch(p.D);
   const bool plain = step_is_plain(p, t, first);
   multiply_keys(t, p.D, rows, s);
-  const bool left_out = stage_values(rows, p.D, plain, s);
+  const bool in_place = plain && t.rows <= kFewRows && p.D == s.ld;  // few rows: widening on the way is cheaper
+  const bool left_out = !in_place && stage_values(rows, p.D, plain, s);
   bool seen[kTileRows * kStep];  // filled only where it will be read
 
   for (int64_t r = 0; r < t.rows; ++r) {
@@ -316,7 +333,10 @@ void add_step(const AttentionParams& p, const Tile& t, int64_t first, Scratch<Ac
       for (int64_t d = 0; d < s.ld; d += W<A>)
         store(s.out + r * s.ld + d, load(s.out + r * s.ld + d) * splat(factor));
   }
-  gemm(t.rows, s.ld, rows.count, s.scores, kStep, s.values, s.ld, s.out, s.ld, true);
+  if (in_place)
+    gemm_from_rows<T>(t.rows, p.D, kStep, s.scores, kStep, [&](int64_t j) { return rows.v[j]; }, s.out, s.ld, true);
+  else
+    gemm(t.rows, s.ld, rows.count, s.scores, kStep, s.values, s.ld, s.out, s.ld, true);
   if (left_out) add_left_out_values(t, rows, p.D, seen, s);
 }
 

@@ -12,15 +12,15 @@ namespace {
 inline constexpr int kGemmRows = 6;
 inline constexpr int kGemmVectors = kVectorBytes == 64 ? 4 : 2;
 
-template <class A, int R, int N>
-ATTN_INLINE void gemm_block(int64_t k, const A* a, int64_t lda, const A* b, int64_t ldb, A* c, int64_t ldc,
-                            bool accumulate) {
+// B is given by its vectors: b(i, n) holds row i, columns n W .. n W + W - 1.
+template <class A, int R, int N, class B>
+ATTN_INLINE void gemm_block(int64_t k, const A* a, int64_t lda, const B& b, A* c, int64_t ldc, bool accumulate) {
   Vec<A> acc[R][N];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) acc[r][n] = accumulate ? load(c + r * ldc + n * W<A>) : Vec<A>{};
   for (int64_t i = 0; i < k; ++i) {
     Vec<A> bv[N];
-    for (int n = 0; n < N; ++n) bv[n] = load(b + i * ldb + n * W<A>);
+    for (int n = 0; n < N; ++n) bv[n] = b(i, n);
     for (int r = 0; r < R; ++r) {
       const Vec<A> av = splat(a[r * lda + i]);
       for (int n = 0; n < N; ++n) acc[r][n] = fma(av, bv[n], acc[r][n]);
@@ -30,52 +30,147 @@ ATTN_INLINE void gemm_block(int64_t k, const A* a, int64_t lda, const A* b, int6
     for (int n = 0; n < N; ++n) store(c + r * ldc + n * W<A>, acc[r][n]);
 }
 
-template <class A, int N>
-ATTN_INLINE void gemm_rows(int64_t rows, int64_t k, const A* a, int64_t lda, const A* b, int64_t ldb, A* c,
-                           int64_t ldc, bool accumulate) {
+template <class A, int N, class B>
+ATTN_INLINE void gemm_rows(int64_t rows, int64_t k, const A* a, int64_t lda, const B& b, A* c, int64_t ldc,
+                           bool accumulate) {
   int64_t r = 0;
   for (; r + kGemmRows <= rows; r += kGemmRows)
-    gemm_block<A, kGemmRows, N>(k, a + r * lda, lda, b, ldb, c + r * ldc, ldc, accumulate);
+    gemm_block<A, kGemmRows, N>(k, a + r * lda, lda, b, c + r * ldc, ldc, accumulate);
   a += r * lda;
   c += r * ldc;
   switch (rows - r) {
-    case 5: return gemm_block<A, 5, N>(k, a, lda, b, ldb, c, ldc, accumulate);
-    case 4: return gemm_block<A, 4, N>(k, a, lda, b, ldb, c, ldc, accumulate);
-    case 3: return gemm_block<A, 3, N>(k, a, lda, b, ldb, c, ldc, accumulate);
-    case 2: return gemm_block<A, 2, N>(k, a, lda, b, ldb, c, ldc, accumulate);
-    case 1: return gemm_block<A, 1, N>(k, a, lda, b, ldb, c, ldc, accumulate);
+    case 5: return gemm_block<A, 5, N>(k, a, lda, b, c, ldc, accumulate);
+    case 4: return gemm_block<A, 4, N>(k, a, lda, b, c, ldc, accumulate);
+    case 3: return gemm_block<A, 3, N>(k, a, lda, b, c, ldc, accumulate);
+    case 2: return gemm_block<A, 2, N>(k, a, lda, b, c, ldc, accumulate);
+    case 1: return gemm_block<A, 1, N>(k, a, lda, b, c, ldc, accumulate);
   }
 }
 
-// columns is a multiple of W<A>.
+// The rows of B are those of k pointers, widened on the way; columns is a multiple of W<A>.
+template <class T, class Row>
+ATTN_INLINE void gemm_from_rows(int64_t rows, int64_t columns, int64_t k, const Accumulate<T>* a, int64_t lda,
+                                const Row& row, Accumulate<T>* c, int64_t ldc, bool accumulate) {
+  using A = Accumulate<T>;
+  int64_t n = 0;
+  const auto b = [&](int64_t i, int v) { return load(row(i) + n + v * W<A>); };
+  for (; n + kGemmVectors * W<A> <= columns; n += kGemmVectors * W<A>)
+    gemm_rows<A, kGemmVectors>(rows, k, a, lda, b, c + n, ldc, accumulate);
+  for (; n < columns; n += W<A>) gemm_rows<A, 1>(rows, k, a, lda, b, c + n, ldc, accumulate);
+}
+
+// B (k, columns) of the accumulation type with row stride ldb.
 template <class A>
 __attribute__((noinline)) void gemm(int64_t rows, int64_t columns, int64_t k, const A* a, int64_t lda, const A* b,
                                     int64_t ldb, A* c, int64_t ldc, bool accumulate) {
-  int64_t n = 0;
-  for (; n + kGemmVectors * W<A> <= columns; n += kGemmVectors * W<A>)
-    gemm_rows<A, kGemmVectors>(rows, k, a, lda, b + n, ldb, c + n, ldc, accumulate);
-  for (; n < columns; n += W<A>) gemm_rows<A, 1>(rows, k, a, lda, b + n, ldb, c + n, ldc, accumulate);
+  gemm_from_rows<A>(rows, columns, k, a, lda, [&](int64_t i) { return b + i * ldb; }, c, ldc, accumulate);
 }
 
-// b (k, columns) = the transpose of `rows` rows of k elements of T, widened; columns past the rows are 0.
-// row(i) is the address of row i; columns is a multiple of W and row stride of b is ldb.
-template <class T, class Row>
-ATTN_INLINE void pack_transposed(int64_t rows, int64_t columns, int64_t k, const Row& row, Accumulate<T>* b,
-                                 int64_t ldb) {
+// ------------------------------------------------------------------------------- B given by its columns (B^T)
+
+// W rows of elements of T, transposed: column(i) holds element i of each row, widened. Two 16-bit elements travel as
+// one 32-bit lane and are parted when they are read.
+template <class T>
+struct Square {
   using A = Accumulate<T>;
-  constexpr int w = W<A>;
-  for (int64_t n = 0; n < columns; n += w) {
-    for (int64_t i = 0; i < k; i += w) {
-      const int64_t depth = min_of<int64_t>(w, k - i);
-      Vec<A> square[w];
-      for (int r = 0; r < w; ++r) {
-        if (n + r >= rows)
-          square[r] = Vec<A>{};
-        else
-          square[r] = depth == w ? load(row(n + r) + i) : load_first(row(n + r) + i, depth);
+  static constexpr int kPerLane = int(sizeof(A) / sizeof(T));
+  static constexpr int kDepth = W<A> * kPerLane;  // elements of each row
+  Vec<A> lanes[W<A>];
+
+  // Elements i .. i + depth - 1 of each row; `depth` is kDepth, or less at the rows' end.
+  ATTN_INLINE Square(const T* const (&rows)[W<A>], int64_t i, int64_t depth) {
+    if (depth == kDepth) {
+      for (int r = 0; r < W<A>; ++r) memcpy(&lanes[r], rows[r] + i, sizeof lanes[r]);
+    } else {
+      for (int r = 0; r < W<A>; ++r) {
+        char part[sizeof lanes[r]] = {};
+        memcpy(part, rows[r] + i, size_t(depth) * sizeof(T));
+        memcpy(&lanes[r], part, sizeof part);
       }
-      transpose<A>(square);
-      for (int r = 0; r < depth; ++r) store(b + (i + r) * ldb + n, square[r]);
+    }
+    transpose<A>(lanes);
+  }
+  ATTN_INLINE Vec<A> column(int i) const {
+    if constexpr (kPerLane == 2)
+      return widen_half(T{}, lanes[i / 2], i % 2);
+    else
+      return lanes[i];
+  }
+};
+
+// The addresses of rows n .. n + W - 1 of `count`; past the end, those of the last row (their lanes are not used).
+template <class T, class Row>
+struct RowGroup {
+  const T* rows[W<Accumulate<T>>];
+  ATTN_INLINE RowGroup(int64_t n, int64_t count, const Row& row) {
+    for (int r = 0; r < W<Accumulate<T>>; ++r) rows[r] = row(min_of(n + r, count - 1));
+  }
+};
+
+// b (k, columns rounded up to whole vectors) = the transpose of `columns` rows of k elements, widened.
+template <class T, class Row>
+ATTN_INLINE void pack_transposed(int64_t columns, int64_t k, const Row& row, Accumulate<T>* b, int64_t ldb) {
+  constexpr int depth = Square<T>::kDepth;
+  for (int64_t n = 0; n < columns; n += W<Accumulate<T>>) {
+    const RowGroup<T, Row> group(n, columns, row);
+    int64_t i = 0;
+    for (; i + depth <= k; i += depth) {
+      const Square<T> square(group.rows, i, depth);
+      for (int d = 0; d < depth; ++d) store(b + (i + d) * ldb + n, square.column(d));
+    }
+    if (i < k) {
+      const Square<T> square(group.rows, i, k - i);
+      for (int d = 0; d < k - i; ++d) store(b + (i + d) * ldb + n, square.column(d));
+    }
+  }
+}
+
+// The most rows of A for which transposing B in registers beats packing it.
+inline constexpr int kFewRows = kVectorBytes == 64 ? 8 : 4;
+
+template <class T, int R, class Row>
+ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Accumulate<T>* a, int64_t lda, const Row& row,
+                                      Accumulate<T>* c, int64_t ldc) {
+  using A = Accumulate<T>;
+  constexpr int depth = Square<T>::kDepth;
+  for (int64_t n = 0; n < columns; n += W<A>) {
+    const RowGroup<T, Row> group(n, columns, row);
+    Vec<A> acc[R] = {};
+    const auto add = [&](const Square<T>& square, int64_t i, int d) {
+      const Vec<A> b = square.column(d);
+      for (int r = 0; r < R; ++r) acc[r] = fma(splat(a[r * lda + i + d]), b, acc[r]);
+    };
+    int64_t i = 0;
+    for (; i + depth <= k; i += depth) {
+      const Square<T> square(group.rows, i, depth);
+      for (int d = 0; d < depth; ++d) add(square, i, d);
+    }
+    if (i < k) {
+      const Square<T> square(group.rows, i, k - i);
+      for (int d = 0; d < k - i; ++d) add(square, i, d);
+    }
+    for (int r = 0; r < R; ++r) store(c + r * ldc + n, acc[r]);
+  }
+}
+
+// C (rows <= kFewRows, columns) = A B with B^T given by its rows: the sums of pack_transposed and gemm, to the bit.
+// Columns up to the next multiple of W<A> are written.
+template <class T, class Row>
+__attribute__((noinline)) void gemm_transposed(int64_t rows, int64_t columns, int64_t k, const Accumulate<T>* a,
+                                               int64_t lda, const Row& row, Accumulate<T>* c, int64_t ldc) {
+  const auto run = [&](auto r) { gemm_transposed_rows<T, decltype(r)::value>(columns, k, a, lda, row, c, ldc); };
+  switch (rows) {
+    case 1: return run(Constant<1>{});
+    case 2: return run(Constant<2>{});
+    case 3: return run(Constant<3>{});
+    case 4: return run(Constant<4>{});
+  }
+  if constexpr (kFewRows > 4) {
+    switch (rows) {
+      case 5: return run(Constant<5>{});
+      case 6: return run(Constant<6>{});
+      case 7: return run(Constant<7>{});
+      case 8: return run(Constant<8>{});
     }
   }
 }

@@ -65,11 +65,15 @@ void multiply(const LinearParams& p, int64_t m, int64_t rows, int64_t n, int64_t
     }
     for (int64_t c0 = 0; c0 < columns; c0 += kPanel) {
       const int64_t valid = min_of(kPanel, columns - c0), padded = round_up(valid, W<A>);
-      for (int64_t k1 = 0; k1 < depth; k1 += kDepthStep) {
-        const int64_t step = min_of(kDepthStep, depth - k1);
-        const auto row = [&](int64_t i) { return weight + (c0 + i) * p.weight_stride + k0 + k1; };
-        pack_transposed<T>(valid, padded, step, row, tile.panel, kPanel);
-        gemm(rows, padded, step, a + k1, lda, tile.panel, kPanel, tile.block, kPanel, k1 > 0);
+      const auto row = [&](int64_t i) { return weight + (c0 + i) * p.weight_stride + k0; };
+      if (rows <= kFewRows) {
+        gemm_transposed<T>(rows, valid, depth, a, lda, row, tile.block, kPanel);
+      } else {
+        for (int64_t k1 = 0; k1 < depth; k1 += kDepthStep) {
+          const int64_t step = min_of(kDepthStep, depth - k1);
+          pack_transposed<T>(valid, step, [&](int64_t i) { return row(i) + k1; }, tile.panel, kPanel);
+          gemm(rows, padded, step, a + k1, lda, tile.panel, kPanel, tile.block, kPanel, k1 > 0);
+        }
       }
       for (int64_t r = 0; r < rows; ++r) {
         A* total = tile.total + r * tile.columns + c0;

@@ -88,6 +88,10 @@ template <class T>
 ATTN_INLINE T max_of(T a, T b) {
   return a > b ? a : b;
 }
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
@@ -156,6 +160,16 @@ ATTN_INLINE Vec<float> widen(f16, HalfBits h) {
   const U special = (U)((u & 0x7c00u) == 0x7c00u) & 0x7f800000u;
   return (Vec<float>)((U)scaled | special | ((u & 0x8000u) << 16));
 #endif
+}
+
+// The low (0) or high (1) 16 bits of every 32-bit lane, widened.
+ATTN_INLINE Vec<float> widen_half(bf16, Vec<float> pairs, int half) {
+  typedef VecTypes<float>::U U;
+  return (Vec<float>)(half ? ((U)pairs & 0xffff0000u) : ((U)pairs << 16));
+}
+ATTN_INLINE Vec<float> widen_half(f16 type, Vec<float> pairs, int half) {
+  typedef VecTypes<float>::U U;
+  return widen(type, __builtin_convertvector(half ? ((U)pairs >> 16) : ((U)pairs & 0xffffu), HalfBits));
 }
 
 // Round to nearest even; NaN stays NaN.
