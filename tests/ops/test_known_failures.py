@@ -9,6 +9,7 @@ Not here, as no op is involved or as it is tested with what it belongs to:
 """
 
 import math
+import os
 import subprocess
 import sys
 import textwrap
@@ -748,24 +749,25 @@ FORK_SCRIPT = """
     import torch
     import attn_ext
 
+    torch.set_num_threads(1)  # torch's own ops hang in a forked child if its pool has started: they get one thread here
+    torch.manual_seed(0)
+    q, cache, weight = torch.randn(1, 256, 8, 64), torch.randn(20, 16, 8, 64), torch.randn(70, 512)
+    table, lens = torch.arange(16, dtype=torch.int32)[None], torch.tensor([250], dtype=torch.int32)
+
     def work(queue):
-        torch.manual_seed(0)
-        q = torch.randn(1, 256, 8, 64)
-        cache = torch.randn(20, 16, 8, 64)
-        table, lens = torch.arange(16, dtype=torch.int32)[None], torch.tensor([250], dtype=torch.int32)
+        torch.set_num_threads(2)
         dense = attn_ext.attention(q, q, q, causal=True)
         paged = attn_ext.paged_attention(q[:, :1], cache, cache, table, lens)
-        gemm = attn_ext.linear(q.flatten(2), torch.randn(70, 512))
-        queue.put([float(x.double().sum()) for x in (dense, paged, gemm)])
+        gemm = attn_ext.linear(q.view(1, 256, 512), weight)
+        torch.set_num_threads(1)
+        queue.put([x.double().sum().item() for x in (dense, paged, gemm)])
 
     if __name__ == "__main__":
-        attn_ext.use_backend(sys.argv[2])
-        torch.set_num_threads(2)
         context = multiprocessing.get_context(sys.argv[1])
         queue = context.Queue()
         work(queue)  # the parent starts its thread pool
         mine = queue.get()
-        child = context.Process(target=work, args=(queue,))
+        child = context.Process(target=work, args=(queue,), daemon=True)
         child.start()
         assert queue.get(timeout=60) == mine
         child.join(20)
@@ -780,8 +782,9 @@ def test_H26_child_processes(method, backend, tmp_path):
     script = tmp_path / "child.py"
     script.write_text(textwrap.dedent(FORK_SCRIPT))
     result = subprocess.run(
-        [sys.executable, str(script), method, backend], capture_output=True, text=True, timeout=120, check=False
-    )
+        [sys.executable, str(script), method],
+        env={**os.environ, "ATTN_EXT_BACKEND": backend}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert result.returncode == 0 and result.stdout.strip() == "same", result.stderr
 
 
