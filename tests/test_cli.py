@@ -196,6 +196,9 @@ def test_mistakes_that_need_a_model(llama, checkpoint, tmp_path):
     assert error("generate", "a" * 70, "-m", checkpoint).endswith("in the model's context of 64, got 70 tokens\n")
     assert error("generate", "a", "-m", llama, "--chat") == "attn-ext generate: chat: this model has no chat template\n"
     assert error("explain", "a", "-m", llama, "--layer", 2) == "attn-ext explain: layer must be in 0 … 1, got 2\n"
+    assert "300 tokens of 4 heads are too much for a page" in error(
+        "explain", "a" * 300, "-m", llama, "-o", tmp_path / "a.html"
+    )
     assert error("explain", "a", "-m", llama, "-o", tmp_path / "no/a.html") == (
         f"attn-ext explain: cannot write {tmp_path}/no/a.html: No such file or directory\n"
     )

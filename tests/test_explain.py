@@ -210,6 +210,15 @@ def test_text(explanation, width, colours):
         )
 
 
+def test_text_of_a_long_prompt_says_what_it_leaves_out():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=128, vocab_size=20, n_layer=1, n_head=1, n_embd=8))
+    out = Console(file=io.StringIO(), width=80)
+    print_text(explain(model, [1] * 100), ["a"] * 100, "aaa", out)
+    lines = out.file.getvalue().splitlines()
+    assert sum("the first 75 of 100 keys" in line for line in lines) == 2 and max(map(len, lines)) <= 80
+
+
 class Page(HTMLParser):
     """Checks that every tag is closed where it must be, and collects text and tips."""
 

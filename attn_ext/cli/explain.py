@@ -52,8 +52,11 @@ def explain(
             if not save_png(explanation, labels, prompt, output):
                 print("matplotlib's font lacks some of the characters; a .html shows all of them", file=sys.stderr)
         else:
-            from attn_ext.cli.render_html import save_html
+            from attn_ext.cli.render_html import MAX_CELLS, cells, save_html
 
+            if cells(explanation) > MAX_CELLS:
+                size = f"{len(tokens)} tokens of {len(explanation.heads)} heads"
+                raise UserError(f"{size} are too much for a page; choose one --head, or a .png")
             save_html(explanation, labels, prompt, output)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
