@@ -7,7 +7,18 @@ import random
 
 import pytest
 import torch
-from problems import Case, build, check_same, cu_seqlens, new_cache, new_pages, run_dense, run_each, run_paged, run_varlen
+from problems import (
+    Case,
+    build,
+    check_same,
+    cu_seqlens,
+    new_cache,
+    new_pages,
+    run_dense,
+    run_each,
+    run_paged,
+    run_varlen,
+)
 from tolerance import assert_same_bits
 
 import attn_ext
@@ -62,9 +73,7 @@ def test_any_chunking_of_a_prefill(options, seed, dtype):
     begin = 0
     while begin < length:
         end = min(length, begin + r.choice([1, 2, 5, 6, 7, 31, 64, 65, 200, 512]))
-        attn_ext.append_kv(
-            k[begin:end], v[begin:end], pages.key_cache, pages.value_cache, pages.slots(0, begin, end)
-        )
+        attn_ext.append_kv(k[begin:end], v[begin:end], pages.key_cache, pages.value_cache, pages.slots(0, begin, end))
         rows, rows_lse = attn_ext.paged_attention(
             q[None, begin:end], pages.key_cache, pages.value_cache, pages.block_table,
             torch.tensor([end], dtype=torch.int32), return_lse=True, **kwargs,
@@ -105,7 +114,9 @@ def test_heads(pair, dtype):
     out, lse = attn_ext.attention(q, k, v, causal=True, return_lse=True)
     for head in range(6):
         own = slice(head, head + 1), slice(head // 3, head // 3 + 1)
-        one, one_lse = attn_ext.attention(q[:, :, own[0]], k[:, :, own[1]], v[:, :, own[1]], causal=True, return_lse=True)
+        one, one_lse = attn_ext.attention(
+            q[:, :, own[0]], k[:, :, own[1]], v[:, :, own[1]], causal=True, return_lse=True
+        )
         assert_same_bits(one, out[:, :, own[0]], f"head {head}")
         assert_same_bits(one_lse, lse[:, own[0]], f"head {head}: lse")
 

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from problems import new_cache
 from tolerance import assert_same_bits
 
 import attn_ext

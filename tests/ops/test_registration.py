@@ -33,7 +33,7 @@ def _attention_inputs():
         ((randn(1, 1, 32, 128), randn(1, 1, 32, 128), randn(1, 1, 32, 128)), {}),
         ((randn(1, 17, 4, 16), randn(1, 17, 4, 16), randn(1, 17, 4, 16)), {"causal": True}),
         ((qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 6:]), options),
-        ((randn(2, 4, 17, 16).transpose(1, 2), randn(2, 2, 9, 16).transpose(1, 2), randn(2, 2, 9, 16).transpose(1, 2)), {}),
+        (tuple(randn(2, h, t, 16).transpose(1, 2) for h, t in ((4, 17), (2, 9), (2, 9))), {}),
         ((randn(1, 5, 4, 16), randn(1, 1, 1, 16).expand(1, 7, 4, 16), randn(1, 7, 4, 16)), {}),
         ((randn(0, 5, 4, 16), randn(0, 5, 4, 16), randn(0, 5, 4, 16)), {}),
         ((randn(2, 0, 4, 16), randn(2, 5, 4, 16), randn(2, 5, 4, 16)), {}),
@@ -141,7 +141,13 @@ def _layer(x, w_qkv, b_qkv, w_o, residual):
 
 
 def _layer_inputs(tokens=6):
-    return torch.randn(2, tokens, 16), torch.randn(64, 16), torch.randn(64), torch.randn(16, 32), torch.randn(2, tokens, 16)
+    return (
+        torch.randn(2, tokens, 16),
+        torch.randn(64, 16),
+        torch.randn(64),
+        torch.randn(16, 32),
+        torch.randn(2, tokens, 16),
+    )
 
 
 def _varlen(q, k, v, cu):
