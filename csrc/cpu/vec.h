@@ -140,6 +140,38 @@ ATTN_INLINE A max_lanes(Vec<A> v) {
   return combine_lanes<A>(v, [](Vec<A> a, Vec<A> b) { return vmax(a, b); });
 }
 
+// ------------------------------------------------------------------------------------------------ products
+
+// How tensors of T are multiplied. A step of a product takes kPerStep elements of the k dimension: one, widened to
+// the accumulation type, or with AVX512-BF16 a pair of bfloat16 in one 32-bit lane, two products and two sums at once.
+// Element is what the left factor is kept as; a right factor is vectors with one step of W columns.
+template <class T>
+struct Product {
+  using A = Accumulate<T>;
+  using Element = A;
+  static constexpr int kPerStep = 1;
+  static ATTN_INLINE Vec<A> broadcast(const Element* a) { return splat(*a); }
+  static ATTN_INLINE Vec<A> add(Vec<A> a, Vec<A> b, Vec<A> c) { return fma(a, b, c); }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Product<bf16> {
+  using A = float;
+  using Element = bf16;
+  static constexpr int kPerStep = 2;
+  static ATTN_INLINE Vec<A> broadcast(const Element* a) {
+    uint32_t pair;
+    memcpy(&pair, a, sizeof pair);
+    return (Vec<A>)(VecTypes<A>::U{} + pair);
+  }
+  static ATTN_INLINE Vec<A> add(Vec<A> a, Vec<A> b, Vec<A> c) {
+    return (Vec<A>)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+  }
+};
+#endif
+template <class T>
+using Element = typename Product<T>::Element;
+
 // ------------------------------------------------------------------------------------- loads and stores
 
 ATTN_INLINE Vec<float> widen(bf16, HalfBits h) {
@@ -261,13 +293,18 @@ ATTN_INLINE Accumulate<T> to_accumulate(T x) {
   }
 }
 
-// n elements of src as Accumulate<T>, zero padded to a whole number of vectors.
-template <class T>
-ATTN_INLINE void convert_row(const T* src, int64_t n, Accumulate<T>* dst) {
+// n elements of src, widened or as they are, zero padded to a whole number of vectors of the accumulation type.
+template <class T, class E>
+ATTN_INLINE void convert_row(const T* src, int64_t n, E* dst) {
   constexpr int w = W<Accumulate<T>>;
-  int64_t i = 0;
-  for (; i + w <= n; i += w) store(dst + i, load(src + i));
-  if (i < n) store(dst + i, load_first(src + i, n - i));
+  if constexpr (sizeof(T) == sizeof(E)) {
+    memcpy(dst, src, size_t(n) * sizeof(T));
+    memset(static_cast<void*>(dst + n), 0, size_t(round_up(n, w) - n) * sizeof(T));
+  } else {
+    int64_t i = 0;
+    for (; i + w <= n; i += w) store(dst + i, load(src + i));
+    if (i < n) store(dst + i, load_first(src + i, n - i));
+  }
 }
 
 template <class T>
