@@ -411,6 +411,11 @@ def test_what_can_be_drawn(options, possible):
     assert torch.equal(logits, before)
 
 
+def test_top_p_that_is_reached_exactly_needs_no_more_tokens():
+    generator, params = torch.Generator().manual_seed(0), SamplingParams(temperature=1.0, top_p=0.5)
+    assert {sample(torch.zeros(4), params, generator) for _ in range(100)} == {0, 1}
+
+
 def test_drawn_frequencies_follow_the_temperature():
     probabilities = torch.tensor([0.7, 0.2, 0.1])
     generator, params = torch.Generator().manual_seed(0), SamplingParams(temperature=2.0)
