@@ -12,9 +12,9 @@
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
-constexpr int64_t kStep = 64;        // keys
-constexpr int64_t kSplit = 512;      // keys
-constexpr int64_t kTileRows = 64;    // query rows
+constexpr int64_t kStep = 64;         // keys
+constexpr int64_t kSplit = 512;       // keys
+constexpr int64_t kTileRows = 64;     // query rows
 constexpr int64_t kDepthBlock = 256;  // head_dim summed at a time
 
 static_assert(kSplit % kStep == 0);
@@ -26,8 +26,8 @@ struct Sequence {
   int64_t Tq, Tk;
   int64_t q_offset, out_offset;  // elements to its first row
   int64_t lse_offset;
-  int64_t k_offset, v_offset;    // dense only
-  const int32_t* blocks;         // paged only
+  int64_t k_offset, v_offset;  // dense only
+  const int32_t* blocks;       // paged only
 };
 
 Sequence sequence(const AttentionParams& p, int64_t b) {
@@ -61,10 +61,10 @@ Sequence sequence(const AttentionParams& p, int64_t b) {
 
 // How the query rows of one sequence and KV head fall into tiles.
 struct Tiling {
-  int64_t group;         // query heads per KV head
-  int64_t heads;         // of them in one tile
-  int64_t tokens;        // in one tile
-  int64_t head_chunks;   // tiles needed for the group
+  int64_t group;        // query heads per KV head
+  int64_t heads;        // of them in one tile
+  int64_t tokens;       // in one tile
+  int64_t head_chunks;  // tiles needed for the group
 
   explicit Tiling(const AttentionParams& p) {
     group = p.H / p.Hkv;
@@ -126,18 +126,18 @@ template <class T>
 struct Scratch {
   using A = Accumulate<T>;
   static constexpr int kPerStep = Product<T>::kPerStep;  // keys or elements of a head that one product takes
-  Element<T>* q;  // (rows, D)
-  A* keys;     // (D / kPerStep, kStep) keys of a step, transposed
-  A* values;   // (kStep / kPerStep, D)
-  A* scores;   // (rows, kStep), then weights
-  Element<T>* weights;  // (rows, kStep): the scores themselves unless products take another type
-  Element<T>* filtered;  // (kPerStep, D) values without NaN and inf
-  A* partial;  // (rows, kStep) a depth block's share of the scores
-  A* out;      // (rows, D) weighted values of the current split
-  A* total;    // (rows, D) of all splits before
+  Element<T>* q;                                         // (rows, D)
+  A* keys;                                               // (D / kPerStep, kStep) keys of a step, transposed
+  A* values;                                             // (kStep / kPerStep, D)
+  A* scores;                                             // (rows, kStep), then weights
+  Element<T>* weights;           // (rows, kStep): the scores themselves unless products take another type
+  Element<T>* filtered;          // (kPerStep, D) values without NaN and inf
+  A* partial;                    // (rows, kStep) a depth block's share of the scores
+  A* out;                        // (rows, D) weighted values of the current split
+  A* total;                      // (rows, D) of all splits before
   SoftmaxState<A>* split_state;  // (rows)
   SoftmaxState<A>* total_state;  // (rows)
-  int64_t ld;  // D rounded up to whole vectors: row stride of q, values, out and total
+  int64_t ld;                    // D rounded up to whole vectors: row stride of q, values, out and total
 
   static int64_t stride(int64_t D) { return round_up(D, W<A>); }
   static int64_t bytes(int64_t D) {
@@ -327,8 +327,7 @@ bool stage_values(const StepRows<T>& rows, int64_t D, bool plain, Scratch<T>& s)
 
 // The NaN and inf that stage_values left out, for the rows that do see them.
 template <class T>
-void add_left_out_values(const Tile& t, const StepRows<T>& rows, int64_t D, const bool* seen,
-                         Scratch<T>& s) {
+void add_left_out_values(const Tile& t, const StepRows<T>& rows, int64_t D, const bool* seen, Scratch<T>& s) {
   using A = Accumulate<T>;
   for (int64_t r = 0; r < t.rows; ++r)
     for (int64_t j = 0; j < rows.count; ++j) {
@@ -366,13 +365,13 @@ void add_step(const AttentionParams& p, const Tile& t, int64_t first, Scratch<T>
     const A factor = s.split_state[r].update(scores, kStep, max);
     if constexpr (sizeof(Element<T>) != sizeof(A)) store_row(s.weights + r * kStep, scores, kStep);
     if (factor != A(1))
-      for (int64_t d = 0; d < s.ld; d += W<A>)
-        store(s.out + r * s.ld + d, load(s.out + r * s.ld + d) * splat(factor));
+      for (int64_t d = 0; d < s.ld; d += W<A>) store(s.out + r * s.ld + d, load(s.out + r * s.ld + d) * splat(factor));
   }
   if (in_place)
     gemm_from_rows<T>(t.rows, p.D, kStep, s.weights, kStep, [&](int64_t j) { return rows.v[j]; }, s.out, s.ld, true);
   else
-    gemm<T>(t.rows, s.ld, ceil_div(rows.count, int64_t(Product<T>::kPerStep)), s.weights, kStep, s.values, s.ld, s.out, s.ld, true);
+    gemm<T>(t.rows, s.ld, ceil_div(rows.count, int64_t(Product<T>::kPerStep)), s.weights, kStep, s.values, s.ld, s.out,
+            s.ld, true);
   if (left_out) add_left_out_values(t, rows, p.D, seen, s);
 }
 

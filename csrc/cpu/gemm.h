@@ -33,8 +33,8 @@ ATTN_INLINE void gemm_block(int64_t steps, const Element<T>* a, int64_t lda, con
 }
 
 template <class T, int N, class B>
-ATTN_INLINE void gemm_rows(int64_t rows, int64_t steps, const Element<T>* a, int64_t lda, const B& b,
-                           Accumulate<T>* c, int64_t ldc, bool accumulate) {
+ATTN_INLINE void gemm_rows(int64_t rows, int64_t steps, const Element<T>* a, int64_t lda, const B& b, Accumulate<T>* c,
+                           int64_t ldc, bool accumulate) {
   int64_t r = 0;
   for (; r + kGemmRows <= rows; r += kGemmRows)
     gemm_block<T, kGemmRows, N>(steps, a + r * lda, lda, b, c + r * ldc, ldc, accumulate);
@@ -186,8 +186,8 @@ ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Element<
 // C (rows <= kFewRows, columns) = A B with B^T given by its rows: the sums of pack_transposed and gemm, to the bit.
 // Columns up to the next multiple of W<A> are written.
 template <class T, class Row>
-__attribute__((noinline)) void gemm_transposed(int64_t rows, int64_t columns, int64_t k, const Element<T>* a, int64_t lda,
-                                               const Row& row, Accumulate<T>* c, int64_t ldc) {
+__attribute__((noinline)) void gemm_transposed(int64_t rows, int64_t columns, int64_t k, const Element<T>* a,
+                                               int64_t lda, const Row& row, Accumulate<T>* c, int64_t ldc) {
   const auto run = [&](auto r) { gemm_transposed_rows<T, decltype(r)::value>(columns, k, a, lda, row, c, ldc); };
   switch (rows) {
     case 1: return run(Constant<1>{});

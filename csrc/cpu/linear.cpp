@@ -21,9 +21,9 @@ template <class T>
 struct Tile {
   using A = Accumulate<T>;
   Element<T>* x;  // (rows, kDepthBlock) part of x, unless x can be used in place
-  A* panel;  // (kDepthStep, kPanel) part of W^T
-  A* block;  // (rows, kPanel) sum over one depth block
-  A* total;  // (rows, columns) result
+  A* panel;       // (kDepthStep, kPanel) part of W^T
+  A* block;       // (rows, kPanel) sum over one depth block
+  A* total;       // (rows, columns) result
   int64_t rows, columns;
 
   static int64_t bytes(int64_t rows, int64_t columns) {
@@ -45,8 +45,7 @@ int64_t task_rows(int64_t M, int64_t columns) {
 
 // tile.total = rows m.. of x times columns n.. of W^T
 template <class T>
-void multiply(const LinearParams& p, int64_t m, int64_t rows, int64_t n, int64_t columns,
-              const Tile<T>& tile) {
+void multiply(const LinearParams& p, int64_t m, int64_t rows, int64_t n, int64_t columns, const Tile<T>& tile) {
   using A = Accumulate<T>;
   const T* x = static_cast<const T*>(p.x) + m * p.x_stride;
   const T* weight = static_cast<const T*>(p.weight) + n * p.weight_stride;
@@ -196,17 +195,13 @@ void qkv_to_cache_of(const QkvToCacheParams& p, const Launch& launch) {
 
 // ---------------------------------------------------------------------------------------------- launchers
 
-int64_t linear_workspace(const LinearParams& p, int workers) {
-  return tiles_workspace(p, kPanel, workers);
-}
+int64_t linear_workspace(const LinearParams& p, int workers) { return tiles_workspace(p, kPanel, workers); }
 
 void linear(const LinearParams& p, const Launch& launch) {
   dispatch(p.dtype, [&](auto t) { linear_of<decltype(t)>(p, launch); });
 }
 
-int64_t qkv_to_cache_workspace(const QkvToCacheParams& p, int workers) {
-  return tiles_workspace(p.gemm, p.D, workers);
-}
+int64_t qkv_to_cache_workspace(const QkvToCacheParams& p, int workers) { return tiles_workspace(p.gemm, p.D, workers); }
 
 void qkv_to_cache(const QkvToCacheParams& p, const Launch& launch) {
   dispatch(p.gemm.dtype, [&](auto t) { qkv_to_cache_of<decltype(t)>(p, launch); });

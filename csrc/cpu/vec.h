@@ -235,8 +235,7 @@ ATTN_INLINE uint16_t f16_from_float(float x) {
 
 ATTN_INLINE HalfBits narrow(f16, Vec<float> v) {
 #if defined(__AVX512F__)
-  return (HalfBits)_mm512_maskz_cvtps_ph(__mmask16(-1), (__m512)v,
-                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (HalfBits)_mm512_maskz_cvtps_ph(__mmask16(-1), (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__F16C__)
   return (HalfBits)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
@@ -423,10 +422,10 @@ ATTN_INLINE Vec<float> erf(Vec<float> x) {
 }
 
 // float64 is for checking, not for speed: the C library, lane by lane.
-#define ATTN_EXT_LANEWISE(name, builtin)             \
-  ATTN_INLINE Vec<double> name(Vec<double> x) {      \
+#define ATTN_EXT_LANEWISE(name, builtin)                      \
+  ATTN_INLINE Vec<double> name(Vec<double> x) {               \
     for (int i = 0; i < W<double>; ++i) x[i] = builtin(x[i]); \
-    return x;                                        \
+    return x;                                                 \
   }
 ATTN_EXT_LANEWISE(exp, __builtin_exp)
 ATTN_EXT_LANEWISE(tanh, __builtin_tanh)
@@ -442,10 +441,8 @@ template <class A>
 ATTN_INLINE Vec<A> activate(Activation activation, Vec<A> x) {
   const Vec<A> one = splat(A(1)), half = splat(A(0.5));
   switch (activation) {
-    case Activation::none:
-      return x;
-    case Activation::gelu:
-      return half * x * (one + erf(x * splat(A(0.70710678118654752440))));
+    case Activation::none: return x;
+    case Activation::gelu: return half * x * (one + erf(x * splat(A(0.70710678118654752440))));
     case Activation::gelu_tanh: {
       const Vec<A> inner = splat(A(0.79788456080286535588)) * (x + splat(A(0.044715)) * x * x * x);
       return half * x * (one + tanh(inner));

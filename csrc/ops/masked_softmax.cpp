@@ -1,9 +1,9 @@
 // masked_softmax: checks and output.
+#include <cmath>
+
 #include "cpu/backend.h"
 #include "ops/launch.h"
 #include "ops/ops.h"
-
-#include <cmath>
 
 namespace attn_ext::ops {
 
