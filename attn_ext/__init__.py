@@ -30,7 +30,7 @@ from attn_ext.ops import (
 __version__ = _C.version
 
 # Loaded on first use: they need more than torch, or are not needed to compute.
-_SUBMODULES = ("explain", "flash_attn", "generate", "llama", "loaders", "nanogpt", "tokenizer")
+_SUBMODULES = ("explain", "flash_attn", "generate", "llama", "loaders", "nanogpt", "smollm2", "tokenizer")
 
 __all__ = [
     "BlockAllocator",

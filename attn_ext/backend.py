@@ -20,7 +20,12 @@ def backends() -> list[str]:
 
 
 def active_backend() -> str:
-    """Name of the backend in use. float64 tensors run on `scalar` whatever it is: no other computes float64."""
+    """Name of the backend in use. float64 tensors run on `scalar` whatever it is: no other computes float64.
+
+    >>> import attn_ext
+    >>> attn_ext.active_backend() in attn_ext.backends()
+    True
+    """
     return _C.active_backend()
 
 

@@ -345,10 +345,11 @@ def flash_attn_with_kvcache(
         q: (B, T, H, D).
         k_cache, v_cache: (B_cache, S, Hkv, D), or (num_blocks, page_size, Hkv, D) with a block_table.
         k, v: (B, T_new, Hkv, D), written in place behind the first `cache_seqlens` tokens, then attended to too.
-        rotary_cos, rotary_sin: (S_rotary, rotary_dim / 2), rotary_dim <= D. Rotate k at cache_seqlens + 0, 1, ... before
-            it is stored, and q at the same positions if causal or windowed, else all of q at cache_seqlens.
+        rotary_cos, rotary_sin: (S_rotary, rotary_dim / 2), rotary_dim <= D. Rotate k at cache_seqlens + 0, 1, ...
+            before it is stored, and q at the same positions if causal or windowed, else all of q at cache_seqlens.
         cache_seqlens: int or (B) int32, tokens already in the cache; None means all of it.
-        cache_batch_idx: (B) int32, which row of the caches each sequence uses; None means row b for sequence b.
+        cache_batch_idx: (B) int32, which row of the caches each sequence uses; None means row b for sequence b. With k
+            and v no row twice.
         cache_leftpad: (B) int32, the first valid position of each sequence; earlier ones are not seen.
         block_table: (B, max_blocks) int32, the pages of each sequence; excludes cache_batch_idx.
         rotary_interleaved: True rotates dims (0, 1), (2, 3), ...; False dims (0, rotary_dim / 2), ... as Llama does.

@@ -105,15 +105,20 @@ def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator | 
     if params.temperature == 0:
         return int(logits.argmax())
     logits = (logits - logits.max()) / params.temperature  # the maximum first: a small temperature cannot overflow
+    tokens = torch.arange(len(logits))
     if params.top_k is not None:
-        kth = logits.topk(min(params.top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < kth, -math.inf)
+        tokens = tokens[logits >= logits.topk(min(params.top_k, len(logits))).values[-1]]
+        logits = logits[tokens]
     probabilities = logits.softmax(-1)
     if params.top_p is not None:
-        descending, order = probabilities.sort(descending=True, stable=True)
+        # All tokens under this bound hold less than 1 - top_p together, so none of them is needed to reach top_p. That
+        # is nearly all of a large vocabulary, which need not be sorted.
+        likely = (probabilities >= (1 - params.top_p) / len(probabilities)).nonzero().flatten()
+        descending, order = probabilities[likely].sort(descending=True, stable=True)
         reached_before = descending.cumsum(-1) - descending
-        probabilities[order[reached_before >= params.top_p]] = 0
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+        kept = likely[order[reached_before < params.top_p]]
+        probabilities, tokens = probabilities[kept], tokens[kept]
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 @dataclass(frozen=True)
@@ -387,26 +392,24 @@ class Engine:
     def _schedule(self) -> dict[_Request, int]:
         """Which requests take part in this step, with how many tokens each. What it plans fits the cache."""
         plan, budget = {}, self.max_batch_tokens
-        # Generating requests first: a long prompt must not make the others stutter.
-        for request in sorted(self._running, key=lambda r: self._missing(r) > 1):
+        # The oldest first. Only the newest can still be reading its prompt, since the next one starts when there is
+        # budget left, so a long prompt never keeps the others from generating.
+        for request in self._running:
             if budget == 0:
                 break
             plan[request] = min(self._missing(request), budget)
             budget -= plan[request]
-        if not self._make_room(plan):
-            self._admit(plan, budget)
+        self._make_room(plan)
+        self._admit(plan, budget)
         return plan
 
-    def _make_room(self, plan: dict[_Request, int]) -> bool:
-        """Preempt the newest requests until the plan fits -> whether any was.
+    def _make_room(self, plan: dict[_Request, int]) -> None:
+        """Preempt the newest requests until the plan fits.
 
         The oldest is never preempted: alone it always fits, as `submit` has made sure.
         """
-        preempted = False
         while self._blocks_needed(plan) > self.cache.allocator.num_available:
             plan.pop(self._preempt_newest(), None)
-            preempted = True
-        return preempted
 
     def _preempt_newest(self) -> _Request:
         """The newest running request gives up its blocks and waits to be computed again, its generated tokens too."""
@@ -422,7 +425,10 @@ class Engine:
         return sum(self.cache.blocks_needed(request.sequence, n) for request, n in plan.items())
 
     def _admit(self, plan: dict[_Request, int], budget: int) -> None:
-        """Start waiting requests, in order, while everything that runs could get all its tokens and one more."""
+        """Start waiting requests, in order, while everything that runs could get all its tokens and one more.
+
+        The one more is so that a request is not started to be preempted in the next step.
+        """
         while self._waiting and budget > 0 and len(self._running) < self.max_seqs:
             request = self._waiting[0]
             request.sequence = self.cache.add_sequence(request.tokens)

@@ -254,11 +254,12 @@ def _options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias):
     )  # fmt: skip
 
 
-def _fake_attention(op, q, k, v, options, **tensors):
+def _fake_attention(op, q, keys_and_values, options, **tensors):
     extra = {name: options.get(name) for name in ("alibi_slopes", "sinks", "mask", "bias")}
-    _must_share_device(op, q=q, k=k, v=v, **tensors, **extra)
+    _must_share_device(op, q=q, **keys_and_values, **tensors, **extra)
+    name, k = next(iter(keys_and_values.items()))
     _must(q.dim() in (3, 4) and k.dim() in (3, 4), op, "q", "have 3 or 4 dimensions", tuple(q.shape))
-    _must(k.shape[-1] == q.shape[-1], op, "k", f"have the head_dim of q ({q.shape[-1]})", k.shape[-1])
+    _must(k.shape[-1] == q.shape[-1], op, name, f"have the head_dim of q ({q.shape[-1]})", k.shape[-1])
     _must_have_heads(op, q.shape[-2], k.shape[-2])
     if q.dim() == 3:
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q))
@@ -269,7 +270,7 @@ def _fake_attention(op, q, k, v, options, **tensors):
 
 @_fake("attention")
 def _(q, k, v, **options):
-    return _fake_attention("attention", q, k, v, options)
+    return _fake_attention("attention", q, {"k": k, "v": v}, options)
 
 
 def attention_varlen(
@@ -308,7 +309,7 @@ def attention_varlen(
 @_fake("attention_varlen")
 def _(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
     return _fake_attention(
-        "attention_varlen", q, k, v, options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+        "attention_varlen", q, {"k": k, "v": v}, options, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
     )
 
 
@@ -355,7 +356,7 @@ def paged_attention(
 @_fake("paged_attention")
 def _(q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q=None, **options):
     return _fake_attention(
-        "paged_attention", q, key_cache, value_cache, options,
+        "paged_attention", q, {"key_cache": key_cache, "value_cache": value_cache}, options,
         block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q,
     )  # fmt: skip
 

@@ -64,7 +64,14 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 
 
 def linear(x, weight, bias=None, *, activation=None, residual=None):
-    """`activation(x @ weight.T + bias) + residual`; x (..., K), weight (N, K), bias (N), residual (..., N)."""
+    """`activation(x @ weight.T + bias) + residual`; x (..., K), weight (N, K), bias (N), residual (..., N).
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> x = torch.tensor([[1.0, 2.0]])
+    >>> reference.linear(x, torch.eye(2), torch.tensor([0.5, -2.0]), residual=x)
+    tensor([[2.5000, 2.0000]])
+    """
     c = _compute_dtype(x)
     y = x.to(c) @ weight.to(c).T
     if bias is not None:
@@ -89,12 +96,26 @@ def _split_qkv(qkv: Tensor, n_heads: int, n_kv_heads: int | None):
 
 
 def qkv_projection(x, weight, bias=None, *, n_heads, n_kv_heads=None):
-    """x (..., C), weight ((H + 2 Hkv) D, C) -> q (..., H, D), k (..., Hkv, D), v (..., Hkv, D): views of one buffer."""
+    """x (..., C), weight ((H + 2 Hkv) D, C) -> q (..., H, D), k (..., Hkv, D), v (..., Hkv, D): views of one buffer.
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> q, k, v = reference.qkv_projection(torch.ones(1, 2), torch.arange(16.0).reshape(8, 2), n_heads=2, n_kv_heads=1)
+    >>> q.tolist(), k.tolist(), v.tolist()
+    ([[[1.0, 5.0], [9.0, 13.0]]], [[[17.0, 21.0]]], [[[25.0, 29.0]]])
+    """
     return _split_qkv(linear(x, weight, bias), n_heads, n_kv_heads)
 
 
 def rope(x, cos, sin, positions):
-    """Rotate (..., heads, D) by half-split (Llama) rotary tables cos, sin (max_pos, D/2) at `positions` (...)."""
+    """Rotate (..., heads, D) by half-split (Llama) rotary tables cos, sin (max_pos, D/2) at `positions` (...).
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> cos, sin = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [1.0]])  # no turn at position 0, 90 degrees at 1
+    >>> reference.rope(torch.tensor([[[3.0, 4.0]], [[3.0, 4.0]]]), cos, sin, torch.tensor([0, 1])).tolist()
+    [[[3.0, 4.0]], [[-4.0, 3.0]]]
+    """
     c = _compute_dtype(x)
     cos, sin = cos[positions.long()].to(c).unsqueeze(-2), sin[positions.long()].to(c).unsqueeze(-2)
     a, b = x.to(c).chunk(2, dim=-1)
@@ -104,7 +125,18 @@ def rope(x, cos, sin, positions):
 def qkv_projection_to_cache(
     x, weight, bias, key_cache, value_cache, slot_mapping, *, n_heads, n_kv_heads=None, rope=None
 ):
-    """QKV projection, optional rotation of q and k, then k and v into their cache slots; returns q (..., H, D)."""
+    """QKV projection, optional rotation of q and k, then k and v into their cache slots; returns q (..., H, D).
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> key_cache, value_cache = torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 1)
+    >>> weight = torch.tensor([[1.0], [2.0], [3.0]])  # rows of q, k and v
+    >>> slot = torch.tensor([1])
+    >>> reference.qkv_projection_to_cache(torch.ones(1, 1), weight, None, key_cache, value_cache, slot, n_heads=1)
+    tensor([[[1.]]])
+    >>> key_cache.flatten(), value_cache.flatten()
+    (tensor([0., 2.]), tensor([0., 3.]))
+    """
     c = _compute_dtype(x)
     qkv = linear(x.to(c), weight.to(c), None if bias is None else bias.to(c))
     q, k, v = _split_qkv(qkv, n_heads, n_kv_heads)
@@ -140,7 +172,14 @@ def _softmax(s: Tensor, visible: Tensor | None, sinks: Tensor | None = None):
 
 
 def masked_softmax(scores, mask=None, *, causal=False, scale=1.0):
-    """Softmax over the last dim of `scale * scores` (..., Tq, Tk); mask bool (True = may attend) or additive."""
+    """Softmax over the last dim of `scale * scores` (..., Tq, Tk); mask bool (True = may attend) or additive.
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> reference.masked_softmax(torch.zeros(2, 2), causal=True)
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]])
+    """
     c = _compute_dtype(scores)
     s = scores.to(c) * scale
     tq, tk = s.shape[-2:]
@@ -202,7 +241,15 @@ def _weighted_sum(weights: Tensor, s_seen: Tensor, v: Tensor) -> Tensor:
 def attention_weights(
     q, k, *, causal=False, scale=None, window=None, softcap=0.0, alibi_slopes=None, sinks=None, mask=None, bias=None
 ):
-    """-> scores before masking (B,H,Tq,Tk), visible (bool, same shape), weights (same shape), lse (B,H,Tq)."""
+    """-> scores before masking (B,H,Tq,Tk), visible (bool, same shape), weights (same shape), lse (B,H,Tq).
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> q, k = torch.ones(1, 1, 1, 4), torch.ones(1, 3, 1, 4)
+    >>> scores, visible, weights, lse = reference.attention_weights(q, k, window=(1, 0))
+    >>> scores.flatten(), visible.flatten(), weights.flatten()
+    (tensor([2., 2., 2.]), tensor([False,  True,  True]), tensor([0.0000, 0.5000, 0.5000]))
+    """
     s, visible = _scores(q, k, causal, scale, window, softcap, alibi_slopes, mask, bias)
     logits = None if sinks is None else sinks.to(s.dtype).reshape(1, -1, 1, 1)
     weights, lse = _softmax(s, visible, logits)
@@ -213,13 +260,20 @@ def attention(
     q, k, v, *, causal=False, scale=None, window=None, softcap=0.0,
     alibi_slopes=None, sinks=None, mask=None, bias=None, return_lse=False,
 ):  # fmt: skip
-    """q (B,Tq,H,D), k and v (B,Tk,Hkv,D) -> out (B,Tq,H,D) [, lse (B,H,Tq)]."""
+    """q (B,Tq,H,D), k and v (B,Tk,Hkv,D) -> out (B,Tq,H,D) [, lse (B,H,Tq)].
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> q, k, v = torch.zeros(1, 2, 1, 1), torch.zeros(1, 4, 1, 1), torch.arange(1.0, 5).reshape(1, 4, 1, 1)
+    >>> reference.attention(q, k, v, causal=True).flatten()  # the last query sees all four keys, the one before three
+    tensor([2.0000, 2.5000])
+    """
     s, visible, weights, lse = attention_weights(
         q, k, causal=causal, scale=scale, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, mask=mask, bias=bias,
     )  # fmt: skip
     v = v.to(s.dtype).repeat_interleave(q.shape[2] // v.shape[2], dim=2)
-    out = _weighted_sum(weights, visible & (s > -math.inf), v).to(_result_dtype(q))
+    out = _weighted_sum(weights, visible & (s != -math.inf), v).to(_result_dtype(q))
     return (out, lse.to(_lse_dtype(q))) if return_lse else out
 
 
@@ -245,16 +299,24 @@ def _per_sequence(q, ranges, keys_and_values, *, alibi_slopes=None, mask=None, b
         k, v = keys_and_values(b)
         tq, tk = end - begin, k.shape[0]
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        o, l = attention(
+        part, part_lse = attention(
             q[None, begin:end], k[None], v[None], alibi_slopes=slopes, return_lse=True,
             mask=_of_sequence(mask, b, tq, tk), bias=_of_sequence(bias, b, tq, tk), **options,
         )  # fmt: skip
-        out[begin:end], lse[:, begin:end] = o[0], l[0]
+        out[begin:end], lse[:, begin:end] = part[0], part_lse[0]
     return (out, lse) if return_lse else out
 
 
 def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, **options):
-    """q (total_q,H,D), k and v (total_k,Hkv,D), cu_seqlens int32 (B+1) -> out (total_q,H,D) [, lse (H,total_q)]."""
+    """q (total_q,H,D), k and v (total_k,Hkv,D), cu_seqlens int32 (B+1) -> out (total_q,H,D) [, lse (H,total_q)].
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> q, v = torch.zeros(3, 1, 1), torch.tensor([1.0, 3.0, 8.0]).reshape(3, 1, 1)
+    >>> cu = torch.tensor([0, 2, 3], dtype=torch.int32)  # a sequence of two tokens, then one of one
+    >>> reference.attention_varlen(q, q, v, cu, cu).flatten()
+    tensor([2., 2., 8.])
+    """
     cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     ranges = list(zip(cu_q[:-1], cu_q[1:], strict=True))
     return _per_sequence(q, ranges, lambda b: (k[cu_k[b] : cu_k[b + 1]], v[cu_k[b] : cu_k[b + 1]]), **options)
@@ -264,7 +326,16 @@ def paged_attention(
     q, key_cache, value_cache, block_table, seq_lens, *, cu_seqlens_q=None, max_seqlen_q=None, causal=True, **options
 ):
     """q (B,Tq,H,D), or (total,H,D) with cu_seqlens_q; caches (num_blocks,block_size,Hkv,D); queries are the last
-    tokens of their sequence, so position i of Tq is i + seq_len - Tq."""
+    tokens of their sequence, so position i of Tq is i + seq_len - Tq.
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> q, key_cache = torch.zeros(1, 1, 1, 1), torch.zeros(2, 2, 1, 1)
+    >>> value_cache = torch.tensor([8.0, -1.0, 1.0, 3.0]).reshape(2, 2, 1, 1)
+    >>> table, lens = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    >>> reference.paged_attention(q, key_cache, value_cache, table, lens).flatten()  # the mean of 1, 3 and 8
+    tensor([4.])
+    """
     block_size, lens = key_cache.shape[1], seq_lens.tolist()
 
     def keys_and_values(b):
@@ -287,6 +358,12 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
     """Attention over the union of two disjoint key sets, from the results over each.
 
     out (B,T,H,D) with lse (B,H,T), or out (total,H,D) with lse (H,total) -> (out, lse).
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> one, three, lse = torch.full((1, 1, 1), 1.0), torch.full((1, 1, 1), 3.0), torch.zeros(1, 1)
+    >>> reference.merge_attention(one, lse, three, lse)  # as many keys with 1 as with 3
+    (tensor([[[2.]]]), tensor([[0.6931]]))
     """
     c = _compute_dtype(out_a)
     la, lb = lse_a.to(torch.promote_types(c, torch.float32)), lse_b.to(torch.promote_types(c, torch.float32))
@@ -305,7 +382,16 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
 
 
 def append_kv(key, value, key_cache, value_cache, slot_mapping):
-    """key and value (tokens, Hkv, D) into slot `slot_mapping[i]` = block * block_size + offset; -1 skips a row."""
+    """key and value (tokens, Hkv, D) into slot `slot_mapping[i]` = block * block_size + offset; -1 skips a row.
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> key_cache, value_cache = torch.zeros(2, 2, 1, 1), torch.zeros(2, 2, 1, 1)
+    >>> new = torch.tensor([5.0, 6.0]).reshape(2, 1, 1)
+    >>> reference.append_kv(new, -new, key_cache, value_cache, torch.tensor([3, -1]))
+    >>> key_cache.flatten(), value_cache.flatten()
+    (tensor([0., 0., 0., 5.]), tensor([ 0.,  0.,  0., -5.]))
+    """
     block_size = key_cache.shape[1]
     for i, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
@@ -314,7 +400,15 @@ def append_kv(key, value, key_cache, value_cache, slot_mapping):
 
 
 def copy_blocks(key_cache, value_cache, block_pairs):
-    """Copy whole blocks, `block_pairs` (n, 2) of (source, destination), as if all at once."""
+    """Copy whole blocks, `block_pairs` (n, 2) of (source, destination), as if all at once.
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> cache = torch.tensor([10.0, 20.0, 30.0]).reshape(3, 1, 1, 1)
+    >>> reference.copy_blocks(cache, cache.clone(), [(0, 1), (1, 2)])
+    >>> cache.flatten()
+    tensor([10., 10., 20.])
+    """
     pairs = torch.as_tensor(block_pairs, dtype=torch.int64).reshape(-1, 2)
     for cache in (key_cache, value_cache):
         cache[pairs[:, 1]] = cache[pairs[:, 0]].clone()

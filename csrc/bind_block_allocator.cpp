@@ -63,30 +63,22 @@ to, the new ones), or raises OutOfBlocks and changes nothing.)")
       .def("match", &BlockAllocator::match, py::arg("tokens"),
            "The longest run of published blocks that begins `tokens`, with one reference added to "
            "each.")
-      .def(
-          "publish", &BlockAllocator::publish, py::arg("block"), py::arg("tokens"),
-          py::arg("parent") = py::none(),
-          R"(Let `match` find a full, finished block: `tokens` (block_size of them) after the published block `parent`.
+      .def("publish", &BlockAllocator::publish, py::arg("block"), py::arg("tokens"), py::arg("parent") = py::none(),
+           R"(Let `match` find a full, finished block: `tokens` (block_size of them) after the published block `parent`.
 
 Returns the block to use from now on: `block`, or one that already holds this prefix; the reference has then moved to it.)")
       .def("clear_prefixes", &BlockAllocator::clear_prefixes,
            "Forget every published prefix; cached blocks become free.")
-      .def("ref_count", &BlockAllocator::ref_count, py::arg("block"),
-           "References to `block`; 0 when free or cached.")
-      .def("is_published", &BlockAllocator::is_published, py::arg("block"),
-           "Whether `match` can find `block`.")
+      .def("ref_count", &BlockAllocator::ref_count, py::arg("block"), "References to `block`; 0 when free or cached.")
+      .def("is_published", &BlockAllocator::is_published, py::arg("block"), "Whether `match` can find `block`.")
       .def("check_invariants", &BlockAllocator::check_invariants,
            "Recount everything; RuntimeError names the first contradiction. For tests.")
       .def_property_readonly("num_blocks", &BlockAllocator::num_blocks, "Blocks in the pool.")
       .def_property_readonly("block_size", &BlockAllocator::block_size, "Tokens per block.")
       .def_property_readonly("num_free", &BlockAllocator::num_free, "Blocks that hold nothing.")
       .def_property_readonly("num_used", &BlockAllocator::num_used, "Blocks with references.")
-      .def_property_readonly("num_shared", &BlockAllocator::num_shared,
-                             "Blocks with two references or more.")
-      .def_property_readonly("num_cached", &BlockAllocator::num_cached,
-                             "Published blocks with no reference.")
-      .def_property_readonly("num_available", &BlockAllocator::num_available,
-                             "Free or cached: what can be allocated.")
-      .def_property_readonly("num_published", &BlockAllocator::num_published,
-                             "Entries in the prefix index.");
+      .def_property_readonly("num_shared", &BlockAllocator::num_shared, "Blocks with two references or more.")
+      .def_property_readonly("num_cached", &BlockAllocator::num_cached, "Published blocks with no reference.")
+      .def_property_readonly("num_available", &BlockAllocator::num_available, "Free or cached: what can be allocated.")
+      .def_property_readonly("num_published", &BlockAllocator::num_published, "Entries in the prefix index.");
 }

@@ -32,23 +32,20 @@ BlockAllocator::BlockAllocator(int64_t num_blocks, int64_t block_size) : block_s
     reject("", "num_blocks must be between 1 and 2147483647, got " + number(num_blocks));
   if (block_size < 1) reject("", "block_size must be at least 1, got " + number(block_size));
   if (block_size > std::numeric_limits<int64_t>::max() / 16 / num_blocks)
-    reject("", "num_blocks * block_size is too large: " + number(num_blocks) + " * " +
-                   number(block_size));
+    reject("", "num_blocks * block_size is too large: " + number(num_blocks) + " * " + number(block_size));
   const auto n = static_cast<size_t>(num_blocks);
   states_.resize(n);
   tokens_.resize(n * static_cast<size_t>(block_size));
   buckets_.assign(std::bit_ceil(n), kNone);
   free_.resize(n);
-  for (size_t i = 0; i < n; ++i)
-    free_[i] = num_blocks - 1 - static_cast<Block>(i);  // hand out 0 first
+  for (size_t i = 0; i < n; ++i) free_[i] = num_blocks - 1 - static_cast<Block>(i);  // hand out 0 first
 }
 
 // --------------------------------------------------------------------------------------- arguments
 
 void BlockAllocator::check_id(const char* method, Block block) const {
   if (block < 0 || block >= num_blocks())
-    reject(method,
-           "block must be between 0 and " + number(num_blocks() - 1) + ", got " + number(block));
+    reject(method, "block must be between 0 and " + number(num_blocks() - 1) + ", got " + number(block));
 }
 
 void BlockAllocator::check_held(const char* method, Block block) const {
@@ -58,9 +55,8 @@ void BlockAllocator::check_held(const char* method, Block block) const {
 
 void BlockAllocator::check_available(const char* method, int64_t count) const {
   if (count > num_available())
-    throw OutOfBlocks(prefixed(method, number(count) + " blocks asked for, " +
-                                           number(num_available()) + " of " + number(num_blocks()) +
-                                           " are free or cached"));
+    throw OutOfBlocks(prefixed(method, number(count) + " blocks asked for, " + number(num_available()) + " of " +
+                                           number(num_blocks()) + " are free or cached"));
 }
 
 // -------------------------------------------------------------------------------------- references
@@ -119,8 +115,8 @@ void BlockAllocator::free(const Blocks& blocks) {
     check_held("free", sorted[i]);
     repeats = i > 0 && sorted[i] == sorted[i - 1] ? repeats + 1 : 1;
     if (static_cast<int64_t>(repeats) > state(sorted[i]).refs)
-      reject("free", "block " + number(sorted[i]) + " is listed more often than its " +
-                         number(state(sorted[i]).refs) + " reference(s)");
+      reject("free", "block " + number(sorted[i]) + " is listed more often than its " + number(state(sorted[i]).refs) +
+                         " reference(s)");
   }
   for (size_t i = blocks.size(); i-- > 0;) drop_reference(blocks[i]);
 }
@@ -130,8 +126,8 @@ void BlockAllocator::fork(const Blocks& blocks) {
   for (Block block : blocks) add_reference(block);
 }
 
-std::pair<BlockAllocator::Blocks, BlockAllocator::Blocks> BlockAllocator::make_writable(
-    const Blocks& blocks, int64_t count) {
+std::pair<BlockAllocator::Blocks, BlockAllocator::Blocks> BlockAllocator::make_writable(const Blocks& blocks,
+                                                                                        int64_t count) {
   if (count < 0) reject("make_writable", "count must be at least 0, got " + number(count));
   check_available("make_writable", count);
   // Of r holders of a block, all of whom want to write, r - 1 need a copy and the last one keeps
@@ -146,8 +142,8 @@ std::pair<BlockAllocator::Blocks, BlockAllocator::Blocks> BlockAllocator::make_w
     for (; i < sorted.size() && sorted[i] == block; ++i) ++holders;
     const int64_t refs = state(block).refs;
     if (holders > refs)
-      reject("make_writable", "block " + number(block) + " is listed more often than its " +
-                                  number(refs) + " reference(s)");
+      reject("make_writable",
+             "block " + number(block) + " is listed more often than its " + number(refs) + " reference(s)");
     copies += is_published(block) ? holders : std::min(holders, refs - 1);
   }
   check_available("make_writable", copies + count);
@@ -169,15 +165,14 @@ std::pair<BlockAllocator::Blocks, BlockAllocator::Blocks> BlockAllocator::make_w
 
 BlockAllocator::Block& BlockAllocator::bucket_of(Entry parent, const Token* tokens) {
   uint64_t hash = mix(parent + 0x9e3779b97f4a7c15u);
-  for (int64_t i = 0; i < block_size_; ++i)
-    hash = mix(hash + static_cast<uint64_t>(tokens[i]) + 0x9e3779b97f4a7c15u);
+  for (int64_t i = 0; i < block_size_; ++i) hash = mix(hash + static_cast<uint64_t>(tokens[i]) + 0x9e3779b97f4a7c15u);
   return buckets_[hash & (buckets_.size() - 1)];
 }
 
 BlockAllocator::Block BlockAllocator::find(Entry parent, const Token* tokens) {
   Block block = bucket_of(parent, tokens);
-  while (block != kNone && (state(block).parent != parent ||
-                            !std::equal(tokens, tokens + block_size_, tokens_of(block))))
+  while (block != kNone &&
+         (state(block).parent != parent || !std::equal(tokens, tokens + block_size_, tokens_of(block))))
     block = state(block).next_in_bucket;
   return block;
 }
@@ -206,23 +201,19 @@ BlockAllocator::Blocks BlockAllocator::match(const Tokens& tokens) {
   return blocks;
 }
 
-BlockAllocator::Block BlockAllocator::publish(Block block, const Tokens& tokens,
-                                              std::optional<Block> parent) {
+BlockAllocator::Block BlockAllocator::publish(Block block, const Tokens& tokens, std::optional<Block> parent) {
   check_held("publish", block);
   if (std::ssize(tokens) != block_size_)
-    reject("publish", "tokens must fill the block (" + number(block_size_) + "), got " +
-                          number(std::ssize(tokens)));
+    reject("publish", "tokens must fill the block (" + number(block_size_) + "), got " + number(std::ssize(tokens)));
   Entry parent_entry = kRoot;
   if (parent) {
     check_id("publish", *parent);
-    if (!is_published(*parent))
-      reject("publish", "parent " + number(*parent) + " is not published");
+    if (!is_published(*parent)) reject("publish", "parent " + number(*parent) + " is not published");
     parent_entry = state(*parent).entry;
   }
   const Block known = find(parent_entry, tokens.data());
   if (known == block) return block;
-  if (is_published(block))
-    reject("publish", "block " + number(block) + " is already published under other tokens");
+  if (is_published(block)) reject("publish", "block " + number(block) + " is already published under other tokens");
   if (known != kNone) {
     add_reference(known);
     drop_reference(block);
@@ -301,15 +292,12 @@ void BlockAllocator::check_invariants() const {
   };
   for (Block block : free_) {
     visit(block);
-    require(state(block).refs == 0 && state(block).entry == kRoot,
-            "a free block is referenced or published");
+    require(state(block).refs == 0 && state(block).entry == kRoot, "a free block is referenced or published");
   }
   Block before = kNone;
-  for (Block block = oldest_; block != kNone;
-       before = block, block = state(block).newer, ++evictable) {
+  for (Block block = oldest_; block != kNone; before = block, block = state(block).newer, ++evictable) {
     visit(block);
-    require(state(block).refs == 0 && state(block).entry != kRoot,
-            "an evictable block is referenced or unpublished");
+    require(state(block).refs == 0 && state(block).entry != kRoot, "an evictable block is referenced or unpublished");
     require(state(block).older == before, "the eviction order is broken");
   }
   require(newest_ == before, "the eviction order does not end at the newest block");

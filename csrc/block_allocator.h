@@ -92,8 +92,7 @@ class BlockAllocator {
  private:
   using Entry = uint64_t;  // a published prefix; numbers are never used twice
   static constexpr Block kNone = -1;
-  static constexpr Entry kRoot =
-      0;  // the empty prefix, and the entry of a block that is not published
+  static constexpr Entry kRoot = 0;  // the empty prefix, and the entry of a block that is not published
 
   struct State {
     int64_t refs = 0;

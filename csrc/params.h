@@ -34,14 +34,14 @@ struct QkvToCacheParams {
   int64_t H, Hkv, D;
   void* q;  // (M, H, D) contiguous
   void* key_cache;
-  void* value_cache;                                       // (num_blocks, block_size, Hkv, D)
-  int64_t key_strides[3], value_strides[3];                // of (block, token in block, head)
-  int64_t block_size;                                      // tokens
-  const int64_t* slot_mapping;                             // (M), block * block_size + offset, -1 = skip
-  const float* rope_cos;                                   // (max_pos, D / 2), or null
-  const float* rope_sin;                                   // (max_pos, D / 2), or null
+  void* value_cache;                         // (num_blocks, block_size, Hkv, D)
+  int64_t key_strides[3], value_strides[3];  // of (block, token in block, head)
+  int64_t block_size;                        // tokens
+  const int64_t* slot_mapping;               // (M), block * block_size + offset, -1 = skip
+  const float* rope_cos;                     // (max_pos, D / 2), or null
+  const float* rope_sin;                     // (max_pos, D / 2), or null
   int64_t rope_cos_stride, rope_sin_stride;
-  const int64_t* positions;  // (M), row of the rope tables
+  const int64_t* positions;     // (M), row of the rope tables
   int64_t num_blocks, max_pos;  // what slots and positions stay below; a device checks them where it uses them
 };
 
@@ -51,7 +51,7 @@ struct MaskedSoftmaxParams {
   int64_t B0, B1, Tq, Tk;
   const void* scores;
   int64_t scores_strides[3];
-  void* out;  // contiguous
+  void* out;    // contiguous
   bool causal;  // bottom-right: row i sees columns j <= i + Tk - Tq
   double scale;
   const void* mask;  // bool (true = may attend) or additive, broadcast to the scores; or null
@@ -88,21 +88,21 @@ struct AttentionParams {
   const int32_t* seq_lens;      // (B) keys per sequence, paged only
   const int32_t* block_table;   // (B, max_blocks), or null
   int64_t block_table_stride;
-  int64_t block_size;           // tokens
-  int64_t Tk;                          // keys per sequence (dense), else their maximum
+  int64_t block_size;  // tokens
+  int64_t Tk;          // keys per sequence (dense), else their maximum
 
   // Score transform and visibility.
   double scale;
-  double softcap;               // 0 = none
-  bool causal;                  // j <= position
-  int64_t window_left;          // j >= position - left; -1 = unlimited
-  int64_t window_right;         // j <= position + right; -1 = unlimited
-  const void* alibi_slopes;     // accumulation type, (B, H) by strides {batch, 1}, or null
+  double softcap;            // 0 = none
+  bool causal;               // j <= position
+  int64_t window_left;       // j >= position - left; -1 = unlimited
+  int64_t window_right;      // j <= position + right; -1 = unlimited
+  const void* alibi_slopes;  // accumulation type, (B, H) by strides {batch, 1}, or null
   int64_t alibi_batch_stride;
-  const void* sinks;            // accumulation type, (H), or null
-  const void* mask;             // bool, broadcast to (B, H, Tq, Tk), or null
+  const void* sinks;  // accumulation type, (H), or null
+  const void* mask;   // bool, broadcast to (B, H, Tq, Tk), or null
   int64_t mask_strides[4];
-  const void* bias;             // broadcast to (B, H, Tq, Tk), or null
+  const void* bias;  // broadcast to (B, H, Tq, Tk), or null
   DType bias_dtype;
   int64_t bias_strides[4];
 
@@ -145,15 +145,15 @@ struct CopyBlocksParams {
   int64_t element_size;  // bytes
   int64_t pairs, block_size, Hkv, D;
   void* cache;
-  int64_t strides[3];         // of (block, token in block, head)
+  int64_t strides[3];          // of (block, token in block, head)
   const int64_t* block_pairs;  // (pairs, 2): source, destination; destinations are distinct
   int64_t num_blocks;
 };
 
 // How a kernel runs: worker threads and their scratch memory.
 struct Launch {
-  int workers;         // at most; chosen by the caller, never changes a result
-  char* workspace;     // 64-byte aligned, as many bytes as the kernel's *_workspace function asked for
+  int workers;      // at most; chosen by the caller, never changes a result
+  char* workspace;  // 64-byte aligned, as many bytes as the kernel's *_workspace function asked for
   // Runs body(context, w) for w in 0..workers-1, at the same time where threads are available.
   void (*parallel)(int workers, void (*body)(void* context, int worker), void* context);
 };

@@ -17,9 +17,17 @@ def _name(value) -> str:
     return str(value).removeprefix("torch.")
 
 
+def _argument_names(names) -> list[str]:
+    return names.replace(",", " ").split() if isinstance(names, str) else list(names)
+
+
 def pytest_generate_tests(metafunc):
-    """A test that asks for `backend` runs on each one usable here; one that asks for `dtype` too, on all of its dtypes."""
-    wants = metafunc.fixturenames
+    """A test that asks for `backend` runs on each one usable here; one that asks for `dtype` too, on all of its dtypes.
+
+    A test that lists its own dtypes keeps them.
+    """
+    own = {name for mark in metafunc.definition.iter_markers("parametrize") for name in _argument_names(mark.args[0])}
+    wants = set(metafunc.fixturenames) - own
     if "backend" in wants and "dtype" in wants:
         pairs = [(backend, dtype) for backend in attn_ext.backends() for dtype in _dtypes(backend)]
         metafunc.parametrize("backend,dtype", pairs, ids=lambda value: _name(value), indirect=["backend"])

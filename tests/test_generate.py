@@ -5,10 +5,12 @@ import random
 
 import pytest
 import torch
-from toy_model import ToyModel, poison
+from toy_model import Remembering, ToyModel, poison
 
 import attn_ext.generate
 from attn_ext.generate import Engine, SamplingParams, generate, sample
+from attn_ext.llama import Llama, LlamaConfig
+from attn_ext.nanogpt import GPT, GPTConfig
 
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 20], [*range(20)], [7, 7, 7]]
 PARAMS = [
@@ -47,9 +49,9 @@ def tokens_of(model, prompts, params, **options):
 def alone(request):
     """The model, and what each request gives alone: one-shot prefill, no cached prefix, room for everything.
 
-    The model checks bit by bit that all later runs with it give these logits (see ToyModel.seen).
+    The model checks bit by bit that all later runs with it give these logits.
     """
-    model = ToyModel(dtype=request.param)
+    model = Remembering(ToyModel(dtype=request.param))
     expected = []
     for prompt, params in zip(PROMPTS, PARAMS, strict=True):
         (tokens,), _ = tokens_of(model, [prompt], [params], prefix_cache=False, max_batch_tokens=1000)
@@ -131,7 +133,7 @@ def test_h20_preempted_requests_go_on_as_if_nothing_had_happened(alone, num_bloc
 
 
 def test_h20_forced_preemption_after_three_tokens_twice():
-    model, params = ToyModel(), SamplingParams(max_new_tokens=12)
+    model, params = Remembering(ToyModel()), SamplingParams(max_new_tokens=12)
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
     expected, _ = tokens_of(model, prompts, [params] * 2)
     engine = new_engine(model)
@@ -150,8 +152,27 @@ def test_h20_forced_preemption_after_three_tokens_twice():
     assert engine.cache.stats().used == 0
 
 
+def test_a_long_prompt_does_not_keep_others_from_generating():
+    model = Remembering(ToyModel())
+    engine = new_engine(model, max_batch_tokens=4)
+    first = engine.submit([1], SamplingParams(max_new_tokens=20))
+    engine.step()
+    engine.submit([*range(20)], SamplingParams(max_new_tokens=2))
+    for _ in range(7):
+        assert first in [event.request_id for event in engine.step()]
+    assert model.steps[1:] == [[1, 3]] * 6 + [[1, 2]]
+    finish(engine)
+
+
+def test_a_request_is_not_started_to_be_preempted_at_once():
+    """Two prompts of a block each would fit the three blocks, but not their first tokens."""
+    model, params = ToyModel(), SamplingParams(max_new_tokens=4)
+    _, engine = tokens_of(model, [[1, 2, 3, 4], [5, 6, 7, 8]], [params] * 2, num_blocks=3)
+    assert engine.stats().preemptions == 0 and engine.stats().steps == 8
+
+
 def test_h20_a_pool_too_small_for_both():
-    model, params = ToyModel(), SamplingParams(max_new_tokens=12)
+    model, params = Remembering(ToyModel()), SamplingParams(max_new_tokens=12)
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
     expected, _ = tokens_of(model, prompts, [params] * 2)
     tokens, engine = tokens_of(model, prompts, [params] * 2, num_blocks=4)  # 15 and 16 tokens in 16 slots
@@ -160,7 +181,7 @@ def test_h20_a_pool_too_small_for_both():
 
 
 def test_h18_a_prompt_of_whole_blocks_twice():
-    model = ToyModel()
+    model = Remembering(ToyModel())
     engine = new_engine(model, max_seqs=1)
     prompt, params = [1, 2, 3, 4, 5, 6, 7, 8], SamplingParams(max_new_tokens=6)
     first, second = engine.submit(prompt, params), engine.submit(prompt, params)
@@ -171,12 +192,34 @@ def test_h18_a_prompt_of_whole_blocks_twice():
     assert model.steps == [[8], *[[1]] * 5, [1], *[[1]] * 5]
 
 
+def new_gpt(dtype):
+    config = GPTConfig(block_size=64, vocab_size=23, n_layer=2, n_head=2, n_embd=48)
+    return GPT(config).eval().to(dtype)
+
+
+def new_llama(dtype):
+    config = LlamaConfig(
+        vocab_size=23, hidden_size=48, intermediate_size=72, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=64
+    )
+    return Llama(config).eval().to(dtype)
+
+
+@pytest.mark.parametrize("new_model", [new_gpt, new_llama])
+def test_real_models_on_every_backend(new_model, backend, dtype, threads):
+    model, prompts, params = Remembering(new_model(dtype)), PROMPTS[1:5], PARAMS[1:5]
+    threads(1)
+    expected = [tokens_of(model, [p], [q], prefix_cache=False)[0][0] for p, q in zip(prompts, params, strict=True)]
+    assert tokens_of(model, prompts, params, max_batch_tokens=3, num_blocks=9)[0] == expected
+    threads(2)
+    assert tokens_of(model, prompts, params, block_size=16, max_seqs=2)[0] == expected
+
+
 # ----------------------------------------------------------------------------------------------------- endings
 
 
 def test_soak_of_random_requests_over_tiny_pools():
     """Every request ends for its reason, with the tokens it has alone; every block comes back."""
-    rng, model = random.Random(7), ToyModel(max_seq_len=24, n_layers=1)
+    rng, model = random.Random(7), Remembering(ToyModel(max_seq_len=24, n_layers=1))
     for _ in range(30):
         num_blocks, block_size = rng.randint(2, 9), rng.choice([1, 2, 3, 4])
         options = {
@@ -198,7 +241,8 @@ def test_soak_of_random_requests_over_tiny_pools():
             expected[engine.submit(prompt, params)] = prompt, params
             for _ in range(rng.randint(0, 3)):
                 completions.update({e.request_id: e.completion for e in engine.step() if e.completion})
-                assert engine.cache.stats().used <= num_blocks
+                order = [request.id for request in [*engine._running, *engine._waiting]]
+                assert order == sorted(order), "a newer request runs while an older one waits"
             if rng.random() < 0.1 and (unfinished := sorted(expected.keys() - completions.keys() - aborted)):
                 victim = rng.choice(unfinished)
                 assert engine.abort(victim)
@@ -221,7 +265,7 @@ def test_soak_of_random_requests_over_tiny_pools():
 
 
 def test_h30_temperature_zero_is_greedy():
-    model = ToyModel()
+    model = Remembering(ToyModel())
     (first,), _ = tokens_of(model, [[3]], [SamplingParams(max_new_tokens=10, temperature=0)])
     (again,), _ = tokens_of(model, [[3]], [SamplingParams(max_new_tokens=10, temperature=0, seed=9)])
     assert first == again
@@ -234,7 +278,7 @@ def test_h30_temperature_zero_is_greedy():
 
 
 def test_h30_top_k_beyond_the_vocabulary_means_all_of_it():
-    model = ToyModel()
+    model = Remembering(ToyModel())
     params = [SamplingParams(max_new_tokens=10, temperature=1.0, seed=1, top_k=k) for k in (None, 23, 24, 10**9)]
     tokens, _ = tokens_of(model, [[3]] * 4, params)
     assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
@@ -257,7 +301,7 @@ def test_h30_generation_ends_with_the_cache():
 
 
 def test_stop_token_ends_and_is_not_part_of_the_tokens():
-    model = ToyModel()
+    model = Remembering(ToyModel())
     (tokens,), _ = tokens_of(model, [[3]], [SamplingParams(max_new_tokens=10, temperature=1, seed=0)])
     stop = tokens[5]
     engine = new_engine(model)
@@ -271,7 +315,7 @@ def test_stop_token_ends_and_is_not_part_of_the_tokens():
 
 
 def test_abort_frees_blocks_and_leaves_the_others_alone():
-    model = ToyModel()
+    model = Remembering(ToyModel())
     expected, _ = tokens_of(model, PROMPTS[:3], PARAMS[:3])
     engine = new_engine(model, max_seqs=2)
     ids = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS[:3], PARAMS[:3], strict=True)]
@@ -292,7 +336,7 @@ def test_abort_frees_blocks_and_leaves_the_others_alone():
 
 
 def test_a_step_that_fails_can_be_taken_again():
-    model = ToyModel()
+    model = Remembering(ToyModel())
     expected, _ = tokens_of(model, PROMPTS, PARAMS)
     engine = new_engine(model, num_blocks=12)
     ids = [engine.submit(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
@@ -315,28 +359,29 @@ def test_a_step_that_fails_can_be_taken_again():
 
 
 def test_logits_that_are_not_finite_name_the_request():
-    model = ToyModel()
+    model = Remembering(ToyModel())
     engine = new_engine(model)
     engine.submit([1, 2])
     forward = model.forward_paged
     model.forward_paged = lambda batch, cache: forward(batch, cache) * torch.nan
     with pytest.raises(RuntimeError, match=r"^Engine\.step: the model's logits for request 0 are not finite$"):
         engine.step()
-    assert engine.abort(0) and engine.cache.stats().used == 0
+    model.forward_paged = forward
+    assert finish(engine)[0].tokens == tokens_of(model, [[1, 2]], [SamplingParams()])[0][0]  # nothing was lost
 
 
 # ------------------------------------------------------------------------------------------------------ sampling
 
 
 def test_equal_seeds_draw_equally_and_others_do_not():
-    model = ToyModel()
+    model = Remembering(ToyModel())
     params = [SamplingParams(max_new_tokens=20, temperature=1.5, seed=seed) for seed in (1, 1, 2)]
     tokens, _ = tokens_of(model, [[3]] * 3, params)
     assert tokens[0] == tokens[1] != tokens[2]
 
 
 def test_without_a_seed_torchs_global_one_decides():
-    model, runs = ToyModel(), []
+    model, runs = Remembering(ToyModel()), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         runs.append(tokens_of(model, [[3]] * 2, [SamplingParams(max_new_tokens=20, temperature=1.5)] * 2)[0])
@@ -364,6 +409,11 @@ def test_what_can_be_drawn(options, possible):
     before = logits.clone()
     assert {sample(logits, params, generator) for _ in range(300)} == possible
     assert torch.equal(logits, before)
+
+
+def test_top_p_that_is_reached_exactly_needs_no_more_tokens():
+    generator, params = torch.Generator().manual_seed(0), SamplingParams(temperature=1.0, top_p=0.5)
+    assert {sample(torch.zeros(4), params, generator) for _ in range(100)} == {0, 1}
 
 
 def test_drawn_frequencies_follow_the_temperature():
@@ -529,7 +579,7 @@ def test_text_ends_before_a_stop_string(text, stop, expected, pieces):
 
 
 def test_generate_is_the_engine_in_one_call():
-    model = ToyModel()
+    model = Remembering(ToyModel())
     expected, _ = tokens_of(model, PROMPTS, PARAMS)
     assert [c.tokens for c in generate(model, PROMPTS, PARAMS, num_blocks=20, block_size=4)] == expected
     same = generate(model, [[1], [2]], SamplingParams(max_new_tokens=3))
@@ -543,7 +593,7 @@ def test_generate_is_the_engine_in_one_call():
 
 
 def test_statistics_add_up():
-    model = ToyModel()
+    model = Remembering(ToyModel())
     engine = new_engine(model, max_seqs=1)
     for _ in range(2):
         engine.submit([1, 2, 3, 4, 5], SamplingParams(max_new_tokens=4))

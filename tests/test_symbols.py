@@ -21,7 +21,9 @@ CMAKE = (ROOT / "CMakeLists.txt").read_text()
 
 
 def cmake_list(name: str) -> list[str]:
-    return re.search(rf"^set\({name} (.*?)\)", CMAKE, re.MULTILINE)[1].replace('"', "").split()
+    """The words of set(NAME ...), other lists that it names put in."""
+    words = re.search(rf"^set\({name} (.*?)\)", CMAKE, re.MULTILINE)[1].replace('"', "").split()
+    return [word for w in words for word in (cmake_list(w[2:-1]) if w.startswith("${") else [w])]
 
 
 def lines(*command: str | Path) -> list[str]:
@@ -66,7 +68,7 @@ def test_carries_no_folder_of_the_building_machine():
 
 # --- objects with instruction-set flags -------------------------------------------------------------------------------
 
-ISAS = ["avx2", "avx512"] if platform.machine() == "x86_64" else []
+ISAS = re.search(r"list\(APPEND ISAS (.*?)\)", CMAKE)[1].split() if platform.machine() == "x86_64" else []
 
 
 def compile_object(source: Path, isa: str, folder: Path, *extra: str) -> Path:

@@ -53,7 +53,7 @@ def assert_as_accurate_as_torch(
     floor = info.eps / 2 * largest + info.smallest_normal * info.eps + _compute_eps(actual.dtype) * max(terms, largest)
     bound = 2 * torchs + floor
     assert ours <= bound, (
-        f"{what}: error {ours:.3e} at {index}, allowed {bound:.3e} (torch's own error {torchs:.3e}, floor {floor:.3e}): "
+        f"{what}: error {ours:.3e} at {index}, allowed {bound:.3e} (torch's own {torchs:.3e}, floor {floor:.3e}): "
         f"got {actual[index].item()!r}, exact {exact[index].item()!r}, torch {plain[index].item()!r}"
     )
 

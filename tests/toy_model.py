@@ -1,16 +1,39 @@
-"""A tiny random model for the tests of the cache and the engine, which remembers what it was asked."""
+"""A tiny random model for the tests of the cache and the engine, and a model that remembers what it was asked."""
 
 import torch
 
 from attn_ext import ops
 
 
-class ToyModel:
-    """Embedding, layers of rotated grouped-query attention with a residual, and a head: nothing but our ops.
+class Remembering:
+    """A model around another one, which checks that logits are a function of the prefix alone.
 
-    `seen` maps every prefix whose logits were wanted to those logits. The logits of a prefix are a function of the
-    prefix alone, so a second request for them, in whatever batch, must find the same bits; the model checks it.
+    `seen` maps every prefix whose logits were wanted to those logits: wanted again, in whatever batch, they must have
+    the same bits. `steps` lists the number of tokens of each sequence, step by step.
     """
+
+    def __init__(self, model):
+        self.model, self.seen, self.steps = model, {}, []
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def forward_paged(self, batch, cache):
+        logits = self.model.forward_paged(batch, cache)
+        self.steps.append([len(tokens) for _, _, tokens in batch.chunks])
+        prefix_of_row = []
+        for sequence, start, tokens in batch.chunks:
+            known = cache.tokens(sequence)
+            assert len(known) == start
+            prefix_of_row += [(*known, *tokens[: i + 1]) for i in range(len(tokens))]
+        for row, row_logits in zip(batch.logit_rows.tolist(), logits, strict=True):
+            before = self.seen.setdefault(prefix_of_row[row], row_logits)
+            assert torch.equal(before, row_logits), f"other logits than before for {prefix_of_row[row]}"
+        return logits
+
+
+class ToyModel:
+    """Embedding, layers of rotated grouped-query attention with a residual, and a head: nothing but our ops."""
 
     def __init__(self, *, vocab_size=23, max_seq_len=64, n_layers=2, dtype=torch.float32, seed=0):
         self.vocab_size, self.max_seq_len, self.n_layers = vocab_size, max_seq_len, n_layers
@@ -28,8 +51,6 @@ class ToyModel:
         self.head = weight(vocab_size, width)
         angle = torch.arange(max_seq_len)[:, None] / 10 ** torch.linspace(0, 2, self.head_dim // 2)
         self.cos, self.sin = angle.cos(), angle.sin()
-        self.seen = {}
-        self.steps = []  # tokens of each sequence, step by step
 
     def forward_paged(self, batch, cache):
         assert int(batch.positions.max()) < self.max_seq_len
@@ -45,20 +66,7 @@ class ToyModel:
                 max_seqlen_q=batch.max_seqlen_q,
             )  # fmt: skip
             x = ops.linear(o.flatten(1), self.out[layer], residual=x)
-        logits = ops.linear(x[batch.logit_rows], self.head).float()
-        self._remember(batch, cache, logits)
-        return logits
-
-    def _remember(self, batch, cache, logits):
-        self.steps.append([len(tokens) for _, _, tokens in batch.chunks])
-        prefix_of_row = []
-        for sequence, start, tokens in batch.chunks:
-            known = cache.tokens(sequence)
-            assert len(known) == start
-            prefix_of_row += [(*known, *tokens[: i + 1]) for i in range(len(tokens))]
-        for row, row_logits in zip(batch.logit_rows.tolist(), logits, strict=True):
-            before = self.seen.setdefault(prefix_of_row[row], row_logits)
-            assert torch.equal(before, row_logits), f"other logits than before for {prefix_of_row[row]}"
+        return ops.linear(x[batch.logit_rows], self.head).float()
 
 
 def poison(cache):

@@ -21,7 +21,7 @@ def cases() -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         yield Case(
             op="masked_softmax",
-            shape=f"(1,{h},{t},{t}) causal",
+            shape=f"H{h} T{t} causal",
             dtype=dtype,
             make=lambda dtype=dtype: (torch.randn(1, h, t, t).to(dtype),),
             candidates={

@@ -38,7 +38,7 @@ def cases() -> Iterator[Case]:
         for dtype in (torch.float32, torch.bfloat16):
             yield Case(
                 op="paged_attention",
-                shape=f"B{batch} Tq1 Tk{tokens} H{heads}/{kv_heads} D{d}",
+                shape=f"B{batch} Tk{tokens} H{heads}/{kv_heads} D{d}",
                 dtype=dtype,
                 make=lambda heads=heads, kv_heads=kv_heads, dtype=dtype: _inputs(
                     batch, tokens, heads, kv_heads, d, dtype

@@ -57,13 +57,14 @@ def _print_table(machine: dict, rows: list) -> None:
     from rich.table import Table
 
     out = console()
-    out.print(f"{machine['cpu']}, {machine['threads']} threads, backend {machine['backend']}, torch {machine['torch']}")
+    out.print(
+        f"{machine['cpu']}, threads: {machine['threads']}, backend {machine['backend']}, torch {machine['torch']}"
+    )
     rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s {dtype}" for dtype, rate in machine["flops_per_s"].items())
-    out.print(f"measured limits: {machine['read_bytes_per_s'] / 1e9:.1f} GB/s read, {rates} (best matrix product)")
-    table = Table(caption="median ms (25th … 75th percentile); x torch: torch's time over ours; limit: the least time "
-                  "the limits allow over ours", caption_justify="left")  # fmt: skip
+    out.print(f"measured limits: {machine['read_bytes_per_s'] / 1e9:.1f} GB/s read, {rates} (best matrix product)\n")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("op", "shape", "dtype", "attn_ext ms", "torch ms", "x torch", "rate", "limit"):
-        table.add_column(name, justify="left" if name in ("op", "shape", "dtype") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("op", "shape", "dtype") else "right", no_wrap=name != "shape")
     for row in rows:
         case, ours = row.case, row.ours.median
         by_memory = case.bytes / machine["read_bytes_per_s"] >= row.least_seconds
@@ -73,8 +74,14 @@ def _print_table(machine: dict, rows: list) -> None:
             f"{row.ratio:.2f}", rate, f"{row.share_of_limit:.0%}",
         )  # fmt: skip
     out.print(table)
+    out.print(
+        "\nms: median ± half the distance between the quartiles.  x torch: torch's time over ours."
+        "\nlimit: the least time that the measured limits allow, over ours.",
+        style="dim",
+    )
 
 
 def _ms(timing) -> str:
-    low, high = (1e3 * s for s in timing.spread)
-    return f"{1e3 * timing.median:.3f} ({low:.3f} … {high:.3f})"
+    """'0.415 ±2%'"""
+    low, high = timing.spread
+    return f"{1e3 * timing.median:#.3g}".rstrip(".") + f" ±{(high - low) / 2 / timing.median:.0%}"

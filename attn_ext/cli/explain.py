@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +40,7 @@ def explain(
         explanation = take_apart(network, tokens, layer=layer, head=head)
     except ValueError as error:
         raise UserError(str(error)) from error
-    labels = [_label(tokenizer.decode([token])) for token in tokens]
+    labels = token_labels(tokenizer, tokens)
 
     if output is None:
         from attn_ext.cli.render_text import print_text
@@ -48,17 +49,31 @@ def explain(
         return
     try:
         if output.suffix == ".png":
-            save_png(explanation, labels, prompt, output)
+            if not save_png(explanation, labels, prompt, output):
+                print("matplotlib's font lacks some of the characters; a .html shows all of them", file=sys.stderr)
         else:
-            from attn_ext.cli.render_html import save_html
+            from attn_ext.cli.render_html import MAX_CELLS, cells, save_html
 
+            if cells(explanation) > MAX_CELLS:
+                size = f"{len(tokens)} tokens of {len(explanation.heads)} heads"
+                raise UserError(f"{size} are too much for a page; choose one --head, or a .png")
             save_html(explanation, labels, prompt, output)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
     print(f"{output}: layer {explanation.layer}, {len(explanation.heads)} of {explanation.n_heads} heads")
 
 
-def _label(token: str) -> str:
-    """A token as an axis label: spaces and line ends become visible, and a long one is cut."""
-    text = token.replace(" ", "·").replace("\n", "↵").replace("\t", "→")
-    return text if len(text) <= 12 else text[:11] + "…"
+def token_labels(tokenizer, tokens: list[int]) -> list[str]:
+    """Tokens as axis labels: spaces and line ends become visible, long ones are cut.
+
+    A character that is spread over several tokens stands at the last of them, the others are "…".
+    """
+    stream, labels = tokenizer.stream(), []
+    for token in tokens:
+        text = stream(token)
+        if not text:
+            part_of_character = "\ufffd" in tokenizer.decode([token])
+            text = "…" if part_of_character else tokenizer.backend.id_to_token(token)  # <|im_start|> and the like
+        text = text.replace(" ", "·").replace("\n", "↵").replace("\t", "→")
+        labels.append(text if len(text) <= 12 else text[:11] + "…")
+    return labels

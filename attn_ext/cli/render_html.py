@@ -9,7 +9,9 @@ from pathlib import Path
 from attn_ext.cli.render_text import PANELS, colour, dims, head_title, subtitle
 from attn_ext.explain import Explanation
 
-__all__ = ["save_html"]
+__all__ = ["MAX_CELLS", "cells", "save_html"]
+
+MAX_CELLS = 500_000  # a browser still shows so many
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2430; margin: 2rem; }
@@ -21,6 +23,12 @@ figcaption b { margin-right: .4rem; } svg { display: block; margin-top: .3rem; }
 svg text { font: 11px system-ui, sans-serif; fill: #1f2430; }
 svg .dark { fill: #fff; } svg .axis { fill: #6b7280; }
 """
+
+
+def cells(e: Explanation) -> int:
+    """How many cells the page has."""
+    tokens = len(e.tokens)
+    return len(e.heads) * tokens * (2 * tokens + e.q.shape[-1])
 
 
 def save_html(explanation: Explanation, labels: list[str], title: str, path: Path) -> None:

@@ -21,15 +21,16 @@ __all__ = ["save_png"]
 INK, FAINT, VIEW, MASKED = "#1f2430", "#6b7280", "#047857", "#e5e7eb"
 COLOUR_MAPS = {"scores": "RdBu_r", "weights": "Greens", "outputs": "PuOr_r"}
 MARGIN, BAR, TABLE_LINE = 0.45, 0.45, 0.225
+MAX_TICKS = 50  # token labels that stay legible along a panel
 
 
-def save_png(explanation: Explanation, labels: list[str], title: str, path: Path) -> None:
-    """Write the picture; warns where no installed font can draw a token."""
+def save_png(explanation: Explanation, labels: list[str], title: str, path: Path) -> bool:
+    """Write the picture -> whether matplotlib's font has all characters; it draws a box for one it lacks."""
     heads, stages = explanation.heads, explanation.stages()
     groups = 2 if len(heads) > 1 else 1  # heads side by side
     square = min(max(1.6, 0.3 * len(labels)), 7.0)
     names = 0.085 * max(map(len, labels)) + 0.15  # room for the token labels, beside and below
-    panel_widths = (square, square, max(1.6 * square, 2.4))
+    panel_widths = (square, square, min(max(1.6 * square, 2.4), 8.0))
     block_width = sum(panel_widths) + 3 * (names + BAR) + 0.35
     block_height = square + names + 1.15
     width = max(2 * MARGIN + groups * block_width, 10.5)
@@ -37,7 +38,8 @@ def save_png(explanation: Explanation, labels: list[str], title: str, path: Path
     height = blocks_top + math.ceil(len(heads) / groups) * block_height + 0.2
 
     page = _Page(width, height)
-    page.text(MARGIN, 0.42, title, size=17, weight="bold")
+    room = int(6.5 * width)  # letters of the title
+    page.text(MARGIN, 0.42, title if len(title) <= room else title[: room - 1] + "…", size=17, weight="bold")
     page.text(MARGIN, 0.78, subtitle(explanation), size=10.5, color=FAINT)
     _stage_table(page, stages, table_top)
     for n, head in enumerate(heads):
@@ -50,9 +52,10 @@ def save_png(explanation: Explanation, labels: list[str], title: str, path: Path
             ax = page.axes(left + names, top + 0.6, panel_width, square)
             _panel(page, ax, name, explanation, head, labels)
             left += panel_width + names + BAR
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         page.figure.savefig(path)
+    return not any("missing from" in str(warning.message) for warning in caught)
 
 
 class _Page:
@@ -94,13 +97,15 @@ def _panel(page: _Page, ax: Axes, name: str, e: Explanation, head: int, labels: 
     image = ax.imshow(
         picture.numpy(), cmap=COLOUR_MAPS[name], vmin=low, vmax=high, aspect="auto", interpolation="nearest"
     )
-    ax.set_yticks(range(len(labels)), labels, size=8, color=INK, parse_math=False)
+    ticks = range(0, len(labels), math.ceil(len(labels) / MAX_TICKS))
+    names = [labels[i] for i in ticks]
+    ax.set_yticks(ticks, names, size=8, color=INK, parse_math=False)
     if name == "outputs":
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.tick_params(axis="x", labelsize=8, labelcolor=INK)
         ax.set_xlabel("channel of the head", size=8, color=FAINT, labelpad=3)
     else:
-        ax.set_xticks(range(len(labels)), labels, size=8, color=INK, rotation=90, parse_math=False)
+        ax.set_xticks(ticks, names, size=8, color=INK, rotation=90, parse_math=False)
         ax.set_xlabel("key  (grey: masked)", size=8, color=FAINT, labelpad=3)
         if len(labels) <= 10:
             _numbers(ax, picture.tolist(), image)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -70,26 +71,31 @@ def print_text(explanation: Explanation, labels: list[str], title: str, out: Con
 
 
 def _print_panel(e: Explanation, name: str, head: int, labels: list[str], out: Console) -> None:
-    values, legend = e.panel(name, head), PANELS[name]
-    names = max(map(len, labels)) + 2
-    room = (out.width - names - 2) // len(labels)
-    with_numbers = name != "outputs" and room >= 6
-    if name == "outputs":
-        per_cell = math.ceil(values.shape[1] / min(CHANNEL_CELLS, out.width - names - 2))
+    values, legend, keys = e.panel(name, head), PANELS[name], name != "outputs"
+    names = max(map(cell_len, labels)) + 2
+    room = out.width - names - 2
+    width = min(room // len(labels), 9)  # of a cell with a number
+    with_numbers = keys and width >= 6
+    if not keys:
+        per_cell = math.ceil(values.shape[1] / min(CHANNEL_CELLS, room))
         values = _means_of(values, per_cell)
         legend += f"; a cell is {'a channel' if per_cell == 1 else f'the mean of {per_cell} channels'}"
+    elif len(labels) > room:
+        values = values[:, :room]
+        legend += f"; the first {room} of {len(labels)} keys (a .png or .html shows all)"
     reach = e.reach(name, head)
     if not with_numbers:
         legend += f"; up to ±{reach:.2g}" if out.color_system else f"; '{SHADES}' by size, up to {reach:.2g}"
     out.print(Text.assemble("  ", (name, "bold"), f" = {legend}"))
     if with_numbers:
-        header = "".join(f"{_cut(label, min(room, 9) - 1):>{min(room, 9)}}" for label in labels)
+        header = "".join(_right(_cut(label, width - 1), width) for label in labels)
         out.print(Text(" " * (names + 2) + header, style="dim"))
+    visible = e.visible(head).tolist()
     for i, row in enumerate(values.tolist()):
-        line = Text(f"  {labels[i]:>{names - 2}}  ")
+        line = Text(f"  {_right(labels[i], names - 2)}  ")
         for j, value in enumerate(row):
-            masked = name != "outputs" and not e.visible(head)[i, j]
-            cell = ("-" if masked else f"{value:.2f}").rjust(min(room, 9)) if with_numbers else None
+            masked = keys and not visible[i][j]
+            cell = ("-" if masked else f"{value:.2f}").rjust(width) if with_numbers else None
             line.append(*_cell(name, value, reach, masked, cell, out.color_system is not None))
         out.print(line, no_wrap=True, crop=True)
 
@@ -105,7 +111,12 @@ def _cell(name: str, value: float, reach: float, masked: bool, cell: str | None,
 
 
 def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + "…"
+
+
+def _right(text: str, width: int) -> str:
+    """Right-aligned in `width` cells of the terminal: a Chinese character takes two."""
+    return " " * (width - cell_len(text)) + text
 
 
 def _means_of(values, n: int):

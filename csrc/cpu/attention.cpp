@@ -12,9 +12,9 @@
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
-constexpr int64_t kStep = 64;        // keys
-constexpr int64_t kSplit = 512;      // keys
-constexpr int64_t kTileRows = 64;    // query rows
+constexpr int64_t kStep = 64;         // keys
+constexpr int64_t kSplit = 512;       // keys
+constexpr int64_t kTileRows = 64;     // query rows
 constexpr int64_t kDepthBlock = 256;  // head_dim summed at a time
 
 static_assert(kSplit % kStep == 0);
@@ -26,8 +26,8 @@ struct Sequence {
   int64_t Tq, Tk;
   int64_t q_offset, out_offset;  // elements to its first row
   int64_t lse_offset;
-  int64_t k_offset, v_offset;    // dense only
-  const int32_t* blocks;         // paged only
+  int64_t k_offset, v_offset;  // dense only
+  const int32_t* blocks;       // paged only
 };
 
 Sequence sequence(const AttentionParams& p, int64_t b) {
@@ -61,10 +61,10 @@ Sequence sequence(const AttentionParams& p, int64_t b) {
 
 // How the query rows of one sequence and KV head fall into tiles.
 struct Tiling {
-  int64_t group;         // query heads per KV head
-  int64_t heads;         // of them in one tile
-  int64_t tokens;        // in one tile
-  int64_t head_chunks;   // tiles needed for the group
+  int64_t group;        // query heads per KV head
+  int64_t heads;        // of them in one tile
+  int64_t tokens;       // in one tile
+  int64_t head_chunks;  // tiles needed for the group
 
   explicit Tiling(const AttentionParams& p) {
     group = p.H / p.Hkv;
@@ -122,36 +122,42 @@ Tile tile(const AttentionParams& p, const Tiling& tiling, const int64_t* first_t
 
 // ---------------------------------------------------------------------------------------- scratch of a worker
 
-template <class A>
+template <class T>
 struct Scratch {
-  A* q;        // (rows, D)
-  A* keys;     // (D, kStep) keys of a step, transposed
-  A* values;   // (kStep, D)
-  A* scores;   // (rows, kStep), then weights
-  A* partial;  // (rows, kStep) a depth block's share of the scores
-  A* out;      // (rows, D) weighted values of the current split
-  A* total;    // (rows, D) of all splits before
+  using A = Accumulate<T>;
+  static constexpr int kPerStep = Product<T>::kPerStep;  // keys or elements of a head that one product takes
+  Element<T>* q;                                         // (rows, D)
+  A* keys;                                               // (D / kPerStep, kStep) keys of a step, transposed
+  A* values;                                             // (kStep / kPerStep, D)
+  A* scores;                                             // (rows, kStep), then weights
+  Element<T>* weights;           // (rows, kStep): the scores themselves unless products take another type
+  Element<T>* filtered;          // (kPerStep, D) values without NaN and inf
+  A* partial;                    // (rows, kStep) a depth block's share of the scores
+  A* out;                        // (rows, D) weighted values of the current split
+  A* total;                      // (rows, D) of all splits before
   SoftmaxState<A>* split_state;  // (rows)
   SoftmaxState<A>* total_state;  // (rows)
-  int64_t ld;  // D rounded up to whole vectors: row stride of q, values, out and total
+  int64_t ld;                    // D rounded up to whole vectors: row stride of q, values, out and total
 
   static int64_t stride(int64_t D) { return round_up(D, W<A>); }
   static int64_t bytes(int64_t D) {
     const int64_t ld = stride(D);
-    return round_up(2 * kTileRows * int64_t(sizeof(SoftmaxState<A>)) +
-                        (3 * kTileRows * ld + 2 * kStep * ld + 2 * kTileRows * kStep) * int64_t(sizeof(A)),
-                    64);
+    const int64_t elements = 3 * kTileRows * ld + 2 * kStep * ld + 3 * kTileRows * kStep + kPerStep * ld;
+    return round_up(2 * kTileRows * int64_t(sizeof(SoftmaxState<A>)) + elements * int64_t(sizeof(A)), 64);
   }
   Scratch(char* memory, int64_t D) : ld(stride(D)) {
     split_state = reinterpret_cast<SoftmaxState<A>*>(memory);
     total_state = split_state + kTileRows;
-    q = reinterpret_cast<A*>(total_state + kTileRows);
-    out = q + kTileRows * ld;
+    out = reinterpret_cast<A*>(total_state + kTileRows);
     total = out + kTileRows * ld;
     keys = total + kTileRows * ld;
     values = keys + kStep * ld;
     scores = values + kStep * ld;
     partial = scores + kTileRows * kStep;
+    q = reinterpret_cast<Element<T>*>(partial + kTileRows * kStep);
+    filtered = q + kTileRows * ld;
+    weights = filtered + kPerStep * ld;
+    if constexpr (sizeof(Element<T>) == sizeof(A)) weights = scores;
   }
 };
 
@@ -163,7 +169,8 @@ struct StepRows {
   int64_t count;
 
   StepRows(const AttentionParams& p, const Tile& t, int64_t first) {
-    count = min_of(kStep, t.seq.Tk - first);
+    count = max_of<int64_t>(0, min_of(kStep, t.seq.Tk - first));
+    if (count == 0) return;
     const T* keys = static_cast<const T*>(p.k) + t.kv_head * p.k_head_stride;
     const T* values = static_cast<const T*>(p.v) + t.kv_head * p.v_head_stride;
     if (!t.seq.blocks) {
@@ -183,6 +190,15 @@ struct StepRows {
       }
     }
   }
+
+  // Rows of pages lie anywhere, which no hardware prefetcher foresees.
+  void prefetch(int64_t D) const {
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) {
+        __builtin_prefetch(k[j] + d, 0, 2);
+        __builtin_prefetch(v[j] + d, 0, 2);
+      }
+  }
 };
 
 template <class A>
@@ -199,11 +215,17 @@ A bias_at(const AttentionParams& p, int64_t offset) {
 
 // scores (rows, kStep) = q k^T, not yet scaled
 template <class T>
-void multiply_keys(const Tile& t, int64_t D, const StepRows<T>& rows, Scratch<Accumulate<T>>& s) {
-  pack_transposed<T>(rows.count, kStep, D, [&](int64_t j) { return rows.k[j]; }, s.keys, kStep);
+void multiply_keys(const Tile& t, int64_t D, const StepRows<T>& rows, Scratch<T>& s) {
+  const bool few = t.rows <= kFewRows;
+  if (!few) pack_transposed<T>(rows.count, D, [&](int64_t j) { return rows.k[j]; }, s.keys, kStep);
   for (int64_t d = 0; d < D; d += kDepthBlock) {
     auto* to = d == 0 ? s.scores : s.partial;
-    gemm(t.rows, kStep, min_of(kDepthBlock, D - d), s.q + d, s.ld, s.keys + d * kStep, kStep, to, kStep, false);
+    const int64_t depth = min_of(kDepthBlock, D - d), per_step = Product<T>::kPerStep;
+    if (few)
+      gemm_transposed<T>(t.rows, rows.count, depth, s.q + d, s.ld, [&](int64_t j) { return rows.k[j] + d; }, to, kStep);
+    else
+      gemm<T>(t.rows, round_up(rows.count, W<Accumulate<T>>), ceil_div(depth, per_step), s.q + d, s.ld,
+              s.keys + d / per_step * kStep, kStep, to, kStep, false);
     if (d > 0)
       for (int64_t i = 0; i < t.rows * kStep; ++i) s.scores[i] += s.partial[i];
   }
@@ -253,32 +275,59 @@ bool step_is_plain(const AttentionParams& p, const Tile& t, int64_t first) {
   return high.first <= first && first + kStep - 1 <= low.last;
 }
 
-// values (kStep, D) from the step's rows. Where some row may not see a key, NaN and inf are left out (they would turn
-// a weight of 0 into NaN); returns whether there were any.
+// Copies row v to `to` without its NaN and inf, which a weight of 0 would turn into NaN; returns whether it has any.
 template <class T>
-bool stage_values(const StepRows<T>& rows, int64_t D, bool plain, Scratch<Accumulate<T>>& s) {
+bool filter_row(const T* v, int64_t D, Element<T>* to) {
   using A = Accumulate<T>;
+  convert_row(v, D, to);
+  Vec<A> poison{};
+  for (int64_t d = 0; d < D; d += W<A>) poison += load(to + d) * splat(A(0));  // 0, or NaN
+  if (sum_lanes<A>(poison) == A(0)) return false;
+  for (int64_t d = 0; d < D; ++d) {
+    const A value = to_accumulate(to[d]);
+    if (!(value - value == A(0))) to[d] = Element<T>{};
+  }
+  return true;
+}
+
+// values (kStep / kPerStep, D) from the step's rows. Where some row of the tile may not see a key, NaN and inf are left
+// out; returns whether there were any.
+template <class T>
+bool stage_values(const StepRows<T>& rows, int64_t D, bool plain, Scratch<T>& s) {
+  using A = Accumulate<T>;
+  constexpr int64_t per_step = Product<T>::kPerStep;
   bool left_out = false;
-  for (int64_t j = 0; j < rows.count; ++j) {
-    A* to = s.values + j * s.ld;
-    convert_row(rows.v[j], D, to);
-    if (plain) continue;
-    Vec<A> poison{};
-    for (int64_t d = 0; d < D; d += W<A>) poison += load(to + d) * splat(A(0));  // 0, or NaN
-    if (!(sum_lanes<A>(poison) == A(0))) {
-      left_out = true;
-      for (int64_t d = 0; d < D; ++d)
-        if (!(to[d] - to[d] == A(0))) to[d] = A(0);
+  for (int64_t j = 0; j < rows.count; j += per_step) {
+    A* to = s.values + j / per_step * s.ld;
+    if constexpr (per_step == 1) {
+      if (plain)
+        convert_row(rows.v[j], D, to);
+      else
+        left_out |= filter_row(rows.v[j], D, to);
+    } else {
+      if (plain && j + 1 < rows.count && D == s.ld) {
+        const auto row = [&](int64_t i) { return rows.v[j + i]; };
+        for (int64_t d = 0; d < D; d += W<A>) store(to + d, step_of_rows<T>(row, 0, d));
+        continue;
+      }
+      const auto row = [&](int64_t i) { return s.filtered + i * s.ld; };
+      for (int64_t i = 0; i < per_step; ++i) {
+        if (j + i >= rows.count)
+          memset(static_cast<void*>(row(i)), 0, size_t(s.ld) * sizeof(T));
+        else if (plain)
+          convert_row(rows.v[j + i], D, row(i));
+        else
+          left_out |= filter_row(rows.v[j + i], D, row(i));
+      }
+      for (int64_t d = 0; d < s.ld; d += W<A>) store(to + d, step_of_rows<T>(row, 0, d));
     }
   }
-  for (int64_t j = rows.count; j < kStep; ++j) memset(s.values + j * s.ld, 0, size_t(s.ld) * sizeof(A));
   return left_out;
 }
 
 // The NaN and inf that stage_values left out, for the rows that do see them.
 template <class T>
-void add_left_out_values(const Tile& t, const StepRows<T>& rows, int64_t D, const bool* seen,
-                         Scratch<Accumulate<T>>& s) {
+void add_left_out_values(const Tile& t, const StepRows<T>& rows, int64_t D, const bool* seen, Scratch<T>& s) {
   using A = Accumulate<T>;
   for (int64_t r = 0; r < t.rows; ++r)
     for (int64_t j = 0; j < rows.count; ++j) {
@@ -292,12 +341,14 @@ void add_left_out_values(const Tile& t, const StepRows<T>& rows, int64_t D, cons
 
 // Adds the keys first .. first + kStep - 1 to the split's state.
 template <class T>
-void add_step(const AttentionParams& p, const Tile& t, int64_t first, Scratch<Accumulate<T>>& s) {
+void add_step(const AttentionParams& p, const Tile& t, int64_t first, Scratch<T>& s) {
   using A = Accumulate<T>;
   const StepRows<T> rows(p, t, first);
+  if (t.rows <= kFewRows) StepRows<T>(p, t, first + kStep).prefetch(p.D);
   const bool plain = step_is_plain(p, t, first);
   multiply_keys(t, p.D, rows, s);
-  const bool left_out = stage_values(rows, p.D, plain, s);
+  const bool in_place = plain && t.rows <= kFewRows && p.D == s.ld;  // few rows: widening on the way is cheaper
+  const bool left_out = !in_place && stage_values(rows, p.D, plain, s);
   bool seen[kTileRows * kStep];  // filled only where it will be read
 
   for (int64_t r = 0; r < t.rows; ++r) {
@@ -312,18 +363,22 @@ void add_step(const AttentionParams& p, const Tile& t, int64_t first, Scratch<Ac
     if (left_out)
       for (int64_t j = 0; j < kStep; ++j) seen[r * kStep + j] = scores[j] != A(-kInf);
     const A factor = s.split_state[r].update(scores, kStep, max);
+    if constexpr (sizeof(Element<T>) != sizeof(A)) store_row(s.weights + r * kStep, scores, kStep);
     if (factor != A(1))
-      for (int64_t d = 0; d < s.ld; d += W<A>)
-        store(s.out + r * s.ld + d, load(s.out + r * s.ld + d) * splat(factor));
+      for (int64_t d = 0; d < s.ld; d += W<A>) store(s.out + r * s.ld + d, load(s.out + r * s.ld + d) * splat(factor));
   }
-  gemm(t.rows, s.ld, rows.count, s.scores, kStep, s.values, s.ld, s.out, s.ld, true);
+  if (in_place)
+    gemm_from_rows<T>(t.rows, p.D, kStep, s.weights, kStep, [&](int64_t j) { return rows.v[j]; }, s.out, s.ld, true);
+  else
+    gemm<T>(t.rows, s.ld, ceil_div(rows.count, int64_t(Product<T>::kPerStep)), s.weights, kStep, s.values, s.ld, s.out,
+            s.ld, true);
   if (left_out) add_left_out_values(t, rows, p.D, seen, s);
 }
 
 // ------------------------------------------------------------------------------------------- splits and tiles
 
 template <class T>
-void load_queries(const AttentionParams& p, const Tile& t, Scratch<Accumulate<T>>& s) {
+void load_queries(const AttentionParams& p, const Tile& t, Scratch<T>& s) {
   const T* q = static_cast<const T*>(p.q) + t.seq.q_offset;
   for (int64_t r = 0; r < t.rows; ++r)
     convert_row(q + t.token(r) * p.q_row_stride + t.head(r) * p.q_head_stride, p.D, s.q + r * s.ld);
@@ -337,7 +392,7 @@ void clear(const Tile& t, int64_t ld, SoftmaxState<A>* state, A* out) {
 
 // State and weighted values over the keys of split number `split`.
 template <class T>
-void attend_split(const AttentionParams& p, const Tile& t, int64_t split, Scratch<Accumulate<T>>& s) {
+void attend_split(const AttentionParams& p, const Tile& t, int64_t split, Scratch<T>& s) {
   clear(t, s.ld, s.split_state, s.out);
   const int64_t begin = max_of(split * kSplit, t.key_begin / kStep * kStep);
   const int64_t end = min_of((split + 1) * kSplit, t.key_end);
@@ -345,8 +400,9 @@ void attend_split(const AttentionParams& p, const Tile& t, int64_t split, Scratc
 }
 
 // total = total merged with (state, out)
-template <class A>
-void merge_split(const Tile& t, const SoftmaxState<A>* state, const A* out, Scratch<A>& s) {
+template <class T>
+void merge_split(const Tile& t, const SoftmaxState<Accumulate<T>>* state, const Accumulate<T>* out, Scratch<T>& s) {
+  using A = Accumulate<T>;
   for (int64_t r = 0; r < t.rows; ++r) {
     const auto f = s.total_state[r].merge(state[r]);
     A* total = s.total + r * s.ld;
@@ -356,7 +412,7 @@ void merge_split(const Tile& t, const SoftmaxState<A>* state, const A* out, Scra
 }
 
 template <class T>
-void write_tile(const AttentionParams& p, const Tile& t, Scratch<Accumulate<T>>& s) {
+void write_tile(const AttentionParams& p, const Tile& t, Scratch<T>& s) {
   using A = Accumulate<T>;
   T* out = static_cast<T*>(p.out) + t.seq.out_offset;
   A* lse = static_cast<A*>(p.lse) + t.seq.lse_offset;
@@ -387,18 +443,19 @@ struct Plan {
     share_splits = workers > 1 && max_splits > 1 && tiles < 2 * workers;
   }
   int64_t index_bytes(const AttentionParams& p) const { return round_up((p.B + 1) * int64_t(sizeof(int64_t)), 64); }
-  template <class A>
+  template <class T>
   int64_t partial_bytes(int64_t D) const {  // state and values of one split of one tile
-    return kTileRows * (int64_t(sizeof(SoftmaxState<A>)) + Scratch<A>::stride(D) * int64_t(sizeof(A)));
+    using A = Accumulate<T>;
+    return kTileRows * (int64_t(sizeof(SoftmaxState<A>)) + Scratch<T>::stride(D) * int64_t(sizeof(A)));
   }
 };
 
 // Workspace: first_tile (B + 1), the workers' scratch, then with shared splits the partial states (tiles, splits).
-template <class A>
+template <class T>
 int64_t workspace(const AttentionParams& p, int workers) {
   const Plan plan(p, workers);
-  const int64_t partials = plan.share_splits ? plan.tiles * plan.max_splits * plan.partial_bytes<A>(p.D) : 0;
-  return plan.index_bytes(p) + workers * Scratch<A>::bytes(p.D) + partials;
+  const int64_t partials = plan.share_splits ? plan.tiles * plan.max_splits * plan.partial_bytes<T>(p.D) : 0;
+  return plan.index_bytes(p) + workers * Scratch<T>::bytes(p.D) + partials;
 }
 
 template <class T>
@@ -414,20 +471,20 @@ void attend(const AttentionParams& p, const Launch& launch) {
     work += s.Tq * s.Tk * p.H * p.D;
   }
   char* scratch = launch.workspace + plan.index_bytes(p);
-  char* partials = scratch + launch.workers * Scratch<A>::bytes(p.D);
+  char* partials = scratch + launch.workers * Scratch<T>::bytes(p.D);
   const int64_t parallelism = work < 65536 ? 1 : 1 << 30;
 
   if (!plan.share_splits) {
     Queue queue{0, plan.tiles};
     run_parallel(launch, min_of(parallelism, queue.total), [&](int worker) {
-      Scratch<A> s(scratch + worker * Scratch<A>::bytes(p.D), p.D);
+      Scratch<T> s(scratch + worker * Scratch<T>::bytes(p.D), p.D);
       for (int64_t i; queue.take(i);) {
         const Tile t = tile(p, plan.tiling, first_tile, plan.tiles - 1 - i);  // causal: the longest first
         load_queries<T>(p, t, s);
         clear(t, s.ld, s.total_state, s.total);
         for (int64_t split = t.key_begin / kSplit; split * kSplit < t.key_end; ++split) {
           attend_split<T>(p, t, split, s);
-          merge_split(t, s.split_state, s.out, s);
+          merge_split<T>(t, s.split_state, s.out, s);
         }
         write_tile<T>(p, t, s);
       }
@@ -440,13 +497,13 @@ void attend(const AttentionParams& p, const Launch& launch) {
     A* out;
   };
   const auto partial = [&](int64_t tile_index, int64_t split) {
-    char* memory = partials + (tile_index * plan.max_splits + split) * plan.partial_bytes<A>(p.D);
+    char* memory = partials + (tile_index * plan.max_splits + split) * plan.partial_bytes<T>(p.D);
     auto* state = reinterpret_cast<SoftmaxState<A>*>(memory);
     return Partial{state, reinterpret_cast<A*>(state + kTileRows)};
   };
   Queue splits{0, plan.tiles * plan.max_splits};
   run_parallel(launch, min_of(parallelism, splits.total), [&](int worker) {
-    Scratch<A> s(scratch + worker * Scratch<A>::bytes(p.D), p.D);
+    Scratch<T> s(scratch + worker * Scratch<T>::bytes(p.D), p.D);
     for (int64_t i; splits.take(i);) {
       const int64_t index = i / plan.max_splits, split = i % plan.max_splits;
       const Tile t = tile(p, plan.tiling, first_tile, index);
@@ -458,13 +515,13 @@ void attend(const AttentionParams& p, const Launch& launch) {
       memcpy(to.out, s.out, size_t(t.rows * s.ld) * sizeof(A));
     }
   });
-  Scratch<A> s(scratch, p.D);
+  Scratch<T> s(scratch, p.D);
   for (int64_t index = 0; index < plan.tiles; ++index) {
     const Tile t = tile(p, plan.tiling, first_tile, index);
     clear(t, s.ld, s.total_state, s.total);
     for (int64_t split = t.key_begin / kSplit; split * kSplit < t.key_end; ++split) {
       const Partial from = partial(index, split);
-      merge_split(t, from.state, from.out, s);
+      merge_split<T>(t, from.state, from.out, s);
     }
     write_tile<T>(p, t, s);
   }
@@ -475,7 +532,9 @@ void attend(const AttentionParams& p, const Launch& launch) {
 // ---------------------------------------------------------------------------------------------- launchers
 
 int64_t attention_workspace(const AttentionParams& p, int workers) {
-  return p.dtype == DType::f64 ? workspace<double>(p, workers) : workspace<float>(p, workers);
+  int64_t bytes = 0;
+  dispatch(p.dtype, [&](auto t) { bytes = workspace<decltype(t)>(p, workers); });
+  return bytes;
 }
 
 void attention(const AttentionParams& p, const Launch& launch) {

@@ -1,5 +1,6 @@
 #include "cpu/backend.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <iterator>
@@ -8,54 +9,62 @@
 namespace attn_ext {
 namespace {
 
-#define ATTN_EXT_KERNELS(isa)                                                                               \
-  Kernels {                                                                                                 \
-    isa::linear_workspace, isa::linear, isa::qkv_to_cache_workspace, isa::qkv_to_cache,                     \
-        isa::masked_softmax_workspace, isa::masked_softmax, isa::attention_workspace, isa::attention,       \
-        isa::merge_attention                                                                                \
+#define ATTN_EXT_KERNELS(isa)                                                                                          \
+  Kernels {                                                                                                            \
+    isa::linear_workspace, isa::linear, isa::qkv_to_cache_workspace, isa::qkv_to_cache, isa::masked_softmax_workspace, \
+        isa::masked_softmax, isa::attention_workspace, isa::attention, isa::merge_attention                            \
   }
 
+#if defined(__x86_64__)
 // __builtin_cpu_supports reads CPUID and, for AVX and AVX-512, asks XGETBV whether the system saves the registers.
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && has_avx2();
+}
+#endif
+
 const Backend kBackends[] = {
 #if defined(__x86_64__)
-    {"avx512", "AVX-512 F, BW, VL, DQ",
+    // Zen multiplies pairs of bfloat16 at the rate of float32, Intel's cores at a quarter of it.
+    {"avx512_bf16", "AVX-512 F, BW, VL, DQ, BF16",
      [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-              __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+       if (!has_avx512() || !__builtin_cpu_supports("avx512bf16")) return 0;
+       return __builtin_cpu_is("amd") ? 40 : 25;
      },
-     ATTN_EXT_KERNELS(avx512)},
-    {"avx2", "AVX2, FMA, F16C",
-     [] {
-       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-     },
-     ATTN_EXT_KERNELS(avx2)},
+     ATTN_EXT_KERNELS(avx512_bf16)},
+    {"avx512", "AVX-512 F, BW, VL, DQ", [] { return has_avx512() ? 30 : 0; }, ATTN_EXT_KERNELS(avx512)},
+    {"avx2", "AVX2, FMA, F16C", [] { return has_avx2() ? 20 : 0; }, ATTN_EXT_KERNELS(avx2)},
 #endif
-    {"scalar", "any CPU", [] { return true; }, ATTN_EXT_KERNELS(scalar)},
+    {"scalar", "any CPU", [] { return 10; }, ATTN_EXT_KERNELS(scalar)},
 };
 
 const Backend& scalar_backend() { return *(std::end(kBackends) - 1); }
 
-const Backend* best() {
+// Those that run here, best first.
+std::vector<const Backend*> supported() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();  // runs before main
+  __builtin_cpu_init();  // may run before main
 #endif
+  std::vector<const Backend*> backends;
   for (const Backend& backend : kBackends)
-    if (backend.supported()) return &backend;
-  return &scalar_backend();
+    if (backend.rank() > 0) backends.push_back(&backend);
+  std::stable_sort(backends.begin(), backends.end(), [](auto* a, auto* b) { return a->rank() > b->rank(); });
+  return backends;
 }
 
-std::atomic<const Backend*> active{best()};
+std::atomic<const Backend*> active{supported().front()};
 
 void use(const std::string& name, const std::string& who) {
   std::string possible;
-  for (const Backend& backend : kBackends) {
-    if (!backend.supported()) continue;
-    if (name == backend.name) {
-      active = &backend;
+  for (const Backend* backend : supported()) {
+    if (name == backend->name) {
+      active = backend;
       return;
     }
-    possible += (possible.empty() ? "" : ", ") + std::string(backend.name);
+    possible += (possible.empty() ? "" : ", ") + std::string(backend->name);
   }
   for (const Backend& backend : kBackends)
     if (name == backend.name)
@@ -68,8 +77,7 @@ void use(const std::string& name, const std::string& who) {
 
 std::vector<std::string> supported_backends() {
   std::vector<std::string> names;
-  for (const Backend& backend : kBackends)
-    if (backend.supported()) names.push_back(backend.name);
+  for (const Backend* backend : supported()) names.push_back(backend->name);
   return names;
 }
 

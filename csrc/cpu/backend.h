@@ -10,8 +10,8 @@ namespace attn_ext {
 
 struct Backend {
   const char* name;
-  const char* needs;   // CPU features, for people
-  bool (*supported)();  // by this CPU and its operating system
+  const char* needs;  // CPU features, for people
+  int (*rank)();      // on this CPU and operating system: 0 = does not run, the highest is the best
   Kernels kernels;
 };
 

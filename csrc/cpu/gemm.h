@@ -1,4 +1,4 @@
-// The inner product of every kernel: C (rows, columns) = or += A (rows, k) B (k, columns) in the accumulation type.
+// The inner product of every kernel: C (rows, columns) = or += A (rows, k) B (k, columns).
 //
 // Each element of C is one sum over k in ascending order, whatever the number of rows or columns around it.
 #pragma once
@@ -12,70 +12,195 @@ namespace {
 inline constexpr int kGemmRows = 6;
 inline constexpr int kGemmVectors = kVectorBytes == 64 ? 4 : 2;
 
-template <class A, int R, int N>
-ATTN_INLINE void gemm_block(int64_t k, const A* a, int64_t lda, const A* b, int64_t ldb, A* c, int64_t ldc,
+// B is given by its vectors: b(i, n) holds step i, columns n W .. n W + W - 1. lda is in elements, `steps` in steps.
+template <class T, int R, int N, class B>
+ATTN_INLINE void gemm_block(int64_t steps, const Element<T>* a, int64_t lda, const B& b, Accumulate<T>* c, int64_t ldc,
                             bool accumulate) {
+  using A = Accumulate<T>;
   Vec<A> acc[R][N];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) acc[r][n] = accumulate ? load(c + r * ldc + n * W<A>) : Vec<A>{};
-  for (int64_t i = 0; i < k; ++i) {
+  for (int64_t i = 0; i < steps; ++i) {
     Vec<A> bv[N];
-    for (int n = 0; n < N; ++n) bv[n] = load(b + i * ldb + n * W<A>);
+    for (int n = 0; n < N; ++n) bv[n] = b(i, n);
     for (int r = 0; r < R; ++r) {
-      const Vec<A> av = splat(a[r * lda + i]);
-      for (int n = 0; n < N; ++n) acc[r][n] = fma(av, bv[n], acc[r][n]);
+      const Vec<A> av = Product<T>::broadcast(a + r * lda + i * Product<T>::kPerStep);
+      for (int n = 0; n < N; ++n) acc[r][n] = Product<T>::add(av, bv[n], acc[r][n]);
     }
   }
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) store(c + r * ldc + n * W<A>, acc[r][n]);
 }
 
-template <class A, int N>
-ATTN_INLINE void gemm_rows(int64_t rows, int64_t k, const A* a, int64_t lda, const A* b, int64_t ldb, A* c,
+template <class T, int N, class B>
+ATTN_INLINE void gemm_rows(int64_t rows, int64_t steps, const Element<T>* a, int64_t lda, const B& b, Accumulate<T>* c,
                            int64_t ldc, bool accumulate) {
   int64_t r = 0;
   for (; r + kGemmRows <= rows; r += kGemmRows)
-    gemm_block<A, kGemmRows, N>(k, a + r * lda, lda, b, ldb, c + r * ldc, ldc, accumulate);
+    gemm_block<T, kGemmRows, N>(steps, a + r * lda, lda, b, c + r * ldc, ldc, accumulate);
   a += r * lda;
   c += r * ldc;
   switch (rows - r) {
-    case 5: return gemm_block<A, 5, N>(k, a, lda, b, ldb, c, ldc, accumulate);
-    case 4: return gemm_block<A, 4, N>(k, a, lda, b, ldb, c, ldc, accumulate);
-    case 3: return gemm_block<A, 3, N>(k, a, lda, b, ldb, c, ldc, accumulate);
-    case 2: return gemm_block<A, 2, N>(k, a, lda, b, ldb, c, ldc, accumulate);
-    case 1: return gemm_block<A, 1, N>(k, a, lda, b, ldb, c, ldc, accumulate);
+    case 5: return gemm_block<T, 5, N>(steps, a, lda, b, c, ldc, accumulate);
+    case 4: return gemm_block<T, 4, N>(steps, a, lda, b, c, ldc, accumulate);
+    case 3: return gemm_block<T, 3, N>(steps, a, lda, b, c, ldc, accumulate);
+    case 2: return gemm_block<T, 2, N>(steps, a, lda, b, c, ldc, accumulate);
+    case 1: return gemm_block<T, 1, N>(steps, a, lda, b, c, ldc, accumulate);
   }
 }
 
-// columns is a multiple of W<A>.
-template <class A>
-__attribute__((noinline)) void gemm(int64_t rows, int64_t columns, int64_t k, const A* a, int64_t lda, const A* b,
-                                    int64_t ldb, A* c, int64_t ldc, bool accumulate) {
+// b(i, column) is the vector of step i from that column on; columns is a multiple of W.
+template <class T, class B>
+ATTN_INLINE void gemm_columns(int64_t rows, int64_t columns, int64_t steps, const Element<T>* a, int64_t lda,
+                              const B& b, Accumulate<T>* c, int64_t ldc, bool accumulate) {
+  constexpr int w = W<Accumulate<T>>;
   int64_t n = 0;
-  for (; n + kGemmVectors * W<A> <= columns; n += kGemmVectors * W<A>)
-    gemm_rows<A, kGemmVectors>(rows, k, a, lda, b + n, ldb, c + n, ldc, accumulate);
-  for (; n < columns; n += W<A>) gemm_rows<A, 1>(rows, k, a, lda, b + n, ldb, c + n, ldc, accumulate);
+  const auto from_n = [&](int64_t i, int v) { return b(i, n + v * w); };
+  for (; n + kGemmVectors * w <= columns; n += kGemmVectors * w)
+    gemm_rows<T, kGemmVectors>(rows, steps, a, lda, from_n, c + n, ldc, accumulate);
+  for (; n < columns; n += w) gemm_rows<T, 1>(rows, steps, a, lda, from_n, c + n, ldc, accumulate);
 }
 
-// b (k, columns) = the transpose of `rows` rows of k elements of T, widened; columns past the rows are 0.
-// row(i) is the address of row i; columns is a multiple of W and row stride of b is ldb.
+// B (steps, columns) packed: one lane of the accumulation type a step and column, row stride ldb.
+template <class T>
+__attribute__((noinline)) void gemm(int64_t rows, int64_t columns, int64_t steps, const Element<T>* a, int64_t lda,
+                                    const Accumulate<T>* b, int64_t ldb, Accumulate<T>* c, int64_t ldc,
+                                    bool accumulate) {
+  const auto packed = [&](int64_t i, int64_t n) { return load(b + i * ldb + n); };
+  gemm_columns<T>(rows, columns, steps, a, lda, packed, c, ldc, accumulate);
+}
+
+// ------------------------------------------------------------------------------------------ B given by its rows
+
+// Step i of columns n .. n + W - 1, from the rows of k that it takes.
 template <class T, class Row>
-ATTN_INLINE void pack_transposed(int64_t rows, int64_t columns, int64_t k, const Row& row, Accumulate<T>* b,
-                                 int64_t ldb) {
+ATTN_INLINE Vec<Accumulate<T>> step_of_rows(const Row& row, int64_t i, int64_t n) {
+  if constexpr (Product<T>::kPerStep == 2) {
+    typedef VecTypes<float>::U U;
+    HalfBits low, high;
+    memcpy(&low, row(2 * i) + n, sizeof low);
+    memcpy(&high, row(2 * i + 1) + n, sizeof high);
+    return (Vec<float>)(__builtin_convertvector(low, U) | (__builtin_convertvector(high, U) << 16));
+  } else {
+    return load(row(i) + n);
+  }
+}
+
+// Rows are read where they are; k is a whole number of steps.
+template <class T, class Row>
+ATTN_INLINE void gemm_from_rows(int64_t rows, int64_t columns, int64_t k, const Element<T>* a, int64_t lda,
+                                const Row& row, Accumulate<T>* c, int64_t ldc, bool accumulate) {
+  const auto b = [&](int64_t i, int64_t n) { return step_of_rows<T>(row, i, n); };
+  gemm_columns<T>(rows, columns, k / Product<T>::kPerStep, a, lda, b, c, ldc, accumulate);
+}
+
+// ------------------------------------------------------------------------------- B given by its columns (B^T)
+
+// W rows of elements of T, transposed: step(i) holds step i of each row. Two 16-bit elements travel as one 32-bit
+// lane, and are parted and widened when they are read unless the product takes pairs.
+template <class T>
+struct Square {
   using A = Accumulate<T>;
-  constexpr int w = W<A>;
-  for (int64_t n = 0; n < columns; n += w) {
-    for (int64_t i = 0; i < k; i += w) {
-      const int64_t depth = min_of<int64_t>(w, k - i);
-      Vec<A> square[w];
-      for (int r = 0; r < w; ++r) {
-        if (n + r >= rows)
-          square[r] = Vec<A>{};
-        else
-          square[r] = depth == w ? load(row(n + r) + i) : load_first(row(n + r) + i, depth);
+  static constexpr int kPerLane = int(sizeof(A) / sizeof(T));
+  static constexpr int kDepth = W<A> * kPerLane;  // elements of each row
+  static constexpr int kSteps = kDepth / Product<T>::kPerStep;
+  Vec<A> lanes[W<A>];
+
+  // Elements i .. i + depth - 1 of each row; `depth` is kDepth, or less at the rows' end.
+  ATTN_INLINE Square(const T* const (&rows)[W<A>], int64_t i, int64_t depth) {
+    if (depth == kDepth) {
+      for (int r = 0; r < W<A>; ++r) memcpy(&lanes[r], rows[r] + i, sizeof lanes[r]);
+    } else {
+      for (int r = 0; r < W<A>; ++r) {
+        char part[sizeof lanes[r]] = {};
+        memcpy(part, rows[r] + i, size_t(depth) * sizeof(T));
+        memcpy(&lanes[r], part, sizeof part);
       }
-      transpose<A>(square);
-      for (int r = 0; r < depth; ++r) store(b + (i + r) * ldb + n, square[r]);
+    }
+    transpose<A>(lanes);
+  }
+  ATTN_INLINE Vec<A> step(int i) const {
+    if constexpr (kPerLane == 2 && Product<T>::kPerStep == 1)
+      return widen_half(T{}, lanes[i / 2], i % 2);
+    else
+      return lanes[i];
+  }
+};
+
+// The addresses of rows n .. n + W - 1 of `count`; past the end, those of the last row (their lanes are not used).
+template <class T, class Row>
+struct RowGroup {
+  const T* rows[W<Accumulate<T>>];
+  ATTN_INLINE RowGroup(int64_t n, int64_t count, const Row& row) {
+    for (int r = 0; r < W<Accumulate<T>>; ++r) rows[r] = row(min_of(n + r, count - 1));
+  }
+};
+
+// b (steps, columns rounded up to whole vectors) = the transpose of `columns` rows of k elements.
+template <class T, class Row>
+ATTN_INLINE void pack_transposed(int64_t columns, int64_t k, const Row& row, Accumulate<T>* b, int64_t ldb) {
+  constexpr int depth = Square<T>::kDepth, per_step = Product<T>::kPerStep;
+  for (int64_t n = 0; n < columns; n += W<Accumulate<T>>) {
+    const RowGroup<T, Row> group(n, columns, row);
+    int64_t i = 0;
+    for (; i + depth <= k; i += depth) {
+      const Square<T> square(group.rows, i, depth);
+      for (int d = 0; d < Square<T>::kSteps; ++d) store(b + (i / per_step + d) * ldb + n, square.step(d));
+    }
+    if (i < k) {
+      const Square<T> square(group.rows, i, k - i);
+      for (int d = 0; d * per_step < k - i; ++d) store(b + (i / per_step + d) * ldb + n, square.step(d));
+    }
+  }
+}
+
+// The most rows of A for which transposing B in registers beats packing it.
+inline constexpr int kFewRows = kVectorBytes == 64 ? 8 : 4;
+
+template <class T, int R, class Row>
+ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Element<T>* a, int64_t lda, const Row& row,
+                                      Accumulate<T>* c, int64_t ldc) {
+  using A = Accumulate<T>;
+  constexpr int depth = Square<T>::kDepth, per_step = Product<T>::kPerStep;
+  for (int64_t n = 0; n < columns; n += W<A>) {
+    const RowGroup<T, Row> group(n, columns, row);
+    Vec<A> acc[R] = {};
+    const auto add = [&](const Square<T>& square, int64_t i, int d) {
+      const Vec<A> b = square.step(d);
+      for (int r = 0; r < R; ++r)
+        acc[r] = Product<T>::add(Product<T>::broadcast(a + r * lda + i + d * per_step), b, acc[r]);
+    };
+    int64_t i = 0;
+    for (; i + depth <= k; i += depth) {
+      const Square<T> square(group.rows, i, depth);
+      for (int d = 0; d < Square<T>::kSteps; ++d) add(square, i, d);
+    }
+    if (i < k) {
+      const Square<T> square(group.rows, i, k - i);
+      for (int d = 0; d * per_step < k - i; ++d) add(square, i, d);
+    }
+    for (int r = 0; r < R; ++r) store(c + r * ldc + n, acc[r]);
+  }
+}
+
+// C (rows <= kFewRows, columns) = A B with B^T given by its rows: the sums of pack_transposed and gemm, to the bit.
+// Columns up to the next multiple of W<A> are written.
+template <class T, class Row>
+__attribute__((noinline)) void gemm_transposed(int64_t rows, int64_t columns, int64_t k, const Element<T>* a,
+                                               int64_t lda, const Row& row, Accumulate<T>* c, int64_t ldc) {
+  const auto run = [&](auto r) { gemm_transposed_rows<T, decltype(r)::value>(columns, k, a, lda, row, c, ldc); };
+  switch (rows) {
+    case 1: return run(Constant<1>{});
+    case 2: return run(Constant<2>{});
+    case 3: return run(Constant<3>{});
+    case 4: return run(Constant<4>{});
+  }
+  if constexpr (kFewRows > 4) {
+    switch (rows) {
+      case 5: return run(Constant<5>{});
+      case 6: return run(Constant<6>{});
+      case 7: return run(Constant<7>{});
+      case 8: return run(Constant<8>{});
     }
   }
 }

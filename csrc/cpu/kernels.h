@@ -34,6 +34,7 @@ struct Kernels {
 ATTN_EXT_DECLARE_KERNELS(scalar)
 ATTN_EXT_DECLARE_KERNELS(avx2)
 ATTN_EXT_DECLARE_KERNELS(avx512)
+ATTN_EXT_DECLARE_KERNELS(avx512_bf16)
 
 // Moving cache rows is copying bytes: the same on every CPU (kv_cache.cpp).
 void append_kv(const AppendKvParams&, const Launch&);

@@ -17,12 +17,13 @@ constexpr int64_t kMaxRows = 192;     // rows of a task: packing costs 1/192 of 
 static_assert(kDepthBlock % kDepthStep == 0);
 
 // Scratch of one worker.
-template <class A>
+template <class T>
 struct Tile {
-  A* x;      // (rows, kDepthBlock) part of x, unless x can be used in place
-  A* panel;  // (kDepthStep, kPanel) part of W^T
-  A* block;  // (rows, kPanel) sum over one depth block
-  A* total;  // (rows, columns) result
+  using A = Accumulate<T>;
+  Element<T>* x;  // (rows, kDepthBlock) part of x, unless x can be used in place
+  A* panel;       // (kDepthStep, kPanel) part of W^T
+  A* block;       // (rows, kPanel) sum over one depth block
+  A* total;       // (rows, columns) result
   int64_t rows, columns;
 
   static int64_t bytes(int64_t rows, int64_t columns) {
@@ -31,10 +32,10 @@ struct Tile {
     return round_up(elements * int64_t(sizeof(A)), 64);
   }
   Tile(char* memory, int64_t rows, int64_t columns) : rows(rows), columns(round_up(columns, kPanel)) {
-    x = reinterpret_cast<A*>(memory);
-    panel = x + rows * kDepthBlock;
+    panel = reinterpret_cast<A*>(memory);
     block = panel + kDepthStep * kPanel;
     total = block + rows * kPanel;
+    x = reinterpret_cast<Element<T>*>(total + rows * this->columns);
   }
 };
 
@@ -44,8 +45,7 @@ int64_t task_rows(int64_t M, int64_t columns) {
 
 // tile.total = rows m.. of x times columns n.. of W^T
 template <class T>
-void multiply(const LinearParams& p, int64_t m, int64_t rows, int64_t n, int64_t columns,
-              const Tile<Accumulate<T>>& tile) {
+void multiply(const LinearParams& p, int64_t m, int64_t rows, int64_t n, int64_t columns, const Tile<T>& tile) {
   using A = Accumulate<T>;
   const T* x = static_cast<const T*>(p.x) + m * p.x_stride;
   const T* weight = static_cast<const T*>(p.weight) + n * p.weight_stride;
@@ -53,23 +53,29 @@ void multiply(const LinearParams& p, int64_t m, int64_t rows, int64_t n, int64_t
 
   for (int64_t k0 = 0; k0 < p.K; k0 += kDepthBlock) {
     const int64_t depth = min_of(kDepthBlock, p.K - k0);
-    const A* a;
-    int64_t lda;
-    if constexpr (sizeof(T) == sizeof(A)) {
-      a = x + k0;
-      lda = p.x_stride;
-    } else {
-      for (int64_t r = 0; r < rows; ++r) convert_row(x + r * p.x_stride + k0, depth, tile.x + r * kDepthBlock);
-      a = tile.x;
-      lda = kDepthBlock;
+    const Element<T>* a = tile.x;
+    int64_t lda = kDepthBlock;
+    bool in_place = false;
+    if constexpr (sizeof(T) == sizeof(Element<T>)) {
+      in_place = depth % Product<T>::kPerStep == 0;  // else the last step needs a zero behind the row
+      if (in_place) {
+        a = x + k0;
+        lda = p.x_stride;
+      }
     }
+    if (!in_place)
+      for (int64_t r = 0; r < rows; ++r) convert_row(x + r * p.x_stride + k0, depth, tile.x + r * kDepthBlock);
     for (int64_t c0 = 0; c0 < columns; c0 += kPanel) {
       const int64_t valid = min_of(kPanel, columns - c0), padded = round_up(valid, W<A>);
-      for (int64_t k1 = 0; k1 < depth; k1 += kDepthStep) {
-        const int64_t step = min_of(kDepthStep, depth - k1);
-        const auto row = [&](int64_t i) { return weight + (c0 + i) * p.weight_stride + k0 + k1; };
-        pack_transposed<T>(valid, padded, step, row, tile.panel, kPanel);
-        gemm(rows, padded, step, a + k1, lda, tile.panel, kPanel, tile.block, kPanel, k1 > 0);
+      const auto row = [&](int64_t i) { return weight + (c0 + i) * p.weight_stride + k0; };
+      if (rows <= kFewRows) {
+        gemm_transposed<T>(rows, valid, depth, a, lda, row, tile.block, kPanel);
+      } else {
+        for (int64_t k1 = 0; k1 < depth; k1 += kDepthStep) {
+          const int64_t piece = min_of(kDepthStep, depth - k1), steps = ceil_div(piece, Product<T>::kPerStep);
+          pack_transposed<T>(valid, piece, [&](int64_t i) { return row(i) + k1; }, tile.panel, kPanel);
+          gemm<T>(rows, padded, steps, a + k1, lda, tile.panel, kPanel, tile.block, kPanel, k1 > 0);
+        }
       }
       for (int64_t r = 0; r < rows; ++r) {
         A* total = tile.total + r * tile.columns + c0;
@@ -83,14 +89,13 @@ void multiply(const LinearParams& p, int64_t m, int64_t rows, int64_t n, int64_t
 // Runs finish(tile, row, rows, group) on every (block of rows) x (group of columns) of the product.
 template <class T, class Finish>
 void for_each_tile(const LinearParams& p, int64_t group_columns, const Launch& launch, const Finish& finish) {
-  using A = Accumulate<T>;
   const int64_t block = task_rows(p.M, group_columns);
   const int64_t blocks = ceil_div(p.M, block), groups = ceil_div(p.N, group_columns);
-  const int64_t bytes = Tile<A>::bytes(block, group_columns);
+  const int64_t bytes = Tile<T>::bytes(block, group_columns);
   const bool tiny = p.M * p.N < 256 || p.M * p.N * p.K < 65536;
   Queue queue{0, blocks * groups};
   run_parallel(launch, tiny ? 1 : queue.total, [&](int worker) {
-    Tile<A> tile(launch.workspace + worker * bytes, block, group_columns);
+    Tile<T> tile(launch.workspace + worker * bytes, block, group_columns);
     for (int64_t task; queue.take(task);) {
       const int64_t group = task / blocks, m = (task % blocks) * block, n = group * group_columns;
       const int64_t rows = min_of(block, p.M - m), columns = min_of(group_columns, p.N - n);
@@ -100,9 +105,11 @@ void for_each_tile(const LinearParams& p, int64_t group_columns, const Launch& l
   });
 }
 
-template <class A>
 int64_t tiles_workspace(const LinearParams& p, int64_t group_columns, int workers) {
-  return workers * Tile<A>::bytes(task_rows(p.M, group_columns), group_columns);
+  const int64_t rows = task_rows(p.M, group_columns);
+  int64_t bytes = 0;
+  dispatch(p.dtype, [&](auto t) { bytes = Tile<decltype(t)>::bytes(rows, group_columns); });
+  return workers * bytes;
 }
 
 // total += bias, for one row
@@ -122,7 +129,7 @@ void add_bias(const LinearParams& p, int64_t n, int64_t columns, Accumulate<T>* 
 template <class T>
 void linear_of(const LinearParams& p, const Launch& launch) {
   using A = Accumulate<T>;
-  for_each_tile<T>(p, kPanel, launch, [&](const Tile<A>& tile, int64_t m, int64_t rows, int64_t group) {
+  for_each_tile<T>(p, kPanel, launch, [&](const Tile<T>& tile, int64_t m, int64_t rows, int64_t group) {
     const int64_t n = group * kPanel, columns = min_of(kPanel, p.N - n);
     for (int64_t r = 0; r < rows; ++r) {
       A* total = tile.total + r * tile.columns;
@@ -159,7 +166,7 @@ template <class T>
 void qkv_to_cache_of(const QkvToCacheParams& p, const Launch& launch) {
   using A = Accumulate<T>;
   // A group of columns is one head, so that rotation pairs meet in one tile.
-  for_each_tile<T>(p.gemm, p.D, launch, [&](const Tile<A>& tile, int64_t m, int64_t rows, int64_t head) {
+  for_each_tile<T>(p.gemm, p.D, launch, [&](const Tile<T>& tile, int64_t m, int64_t rows, int64_t head) {
     const bool is_q = head < p.H, is_v = head >= p.H + p.Hkv;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t token = m + r, slot = p.slot_mapping[token];
@@ -188,19 +195,13 @@ void qkv_to_cache_of(const QkvToCacheParams& p, const Launch& launch) {
 
 // ---------------------------------------------------------------------------------------------- launchers
 
-int64_t linear_workspace(const LinearParams& p, int workers) {
-  return p.dtype == DType::f64 ? tiles_workspace<double>(p, kPanel, workers)
-                               : tiles_workspace<float>(p, kPanel, workers);
-}
+int64_t linear_workspace(const LinearParams& p, int workers) { return tiles_workspace(p, kPanel, workers); }
 
 void linear(const LinearParams& p, const Launch& launch) {
   dispatch(p.dtype, [&](auto t) { linear_of<decltype(t)>(p, launch); });
 }
 
-int64_t qkv_to_cache_workspace(const QkvToCacheParams& p, int workers) {
-  return p.gemm.dtype == DType::f64 ? tiles_workspace<double>(p.gemm, p.D, workers)
-                                    : tiles_workspace<float>(p.gemm, p.D, workers);
-}
+int64_t qkv_to_cache_workspace(const QkvToCacheParams& p, int workers) { return tiles_workspace(p.gemm, p.D, workers); }
 
 void qkv_to_cache(const QkvToCacheParams& p, const Launch& launch) {
   dispatch(p.gemm.dtype, [&](auto t) { qkv_to_cache_of<decltype(t)>(p, launch); });

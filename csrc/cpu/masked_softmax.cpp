@@ -40,8 +40,8 @@ template <class T>
 void softmax_row(const MaskedSoftmaxParams& p, int64_t b0, int64_t b1, int64_t i, Accumulate<T>* row) {
   using A = Accumulate<T>;
   constexpr int64_t w = W<A>;
-  const T* scores = static_cast<const T*>(p.scores) + b0 * p.scores_strides[0] + b1 * p.scores_strides[1] +
-                    i * p.scores_strides[2];
+  const T* scores =
+      static_cast<const T*>(p.scores) + b0 * p.scores_strides[0] + b1 * p.scores_strides[1] + i * p.scores_strides[2];
   T* out = static_cast<T*>(p.out) + ((b0 * p.B1 + b1) * p.Tq + i) * p.Tk;
   const int64_t n = p.causal ? min_of(p.Tk, max_of<int64_t>(0, i + p.Tk - p.Tq + 1)) : p.Tk;
   const int64_t padded = round_up(n, w);

@@ -88,6 +88,10 @@ template <class T>
 ATTN_INLINE T max_of(T a, T b) {
   return a > b ? a : b;
 }
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
@@ -136,6 +140,38 @@ ATTN_INLINE A max_lanes(Vec<A> v) {
   return combine_lanes<A>(v, [](Vec<A> a, Vec<A> b) { return vmax(a, b); });
 }
 
+// ------------------------------------------------------------------------------------------------ products
+
+// How tensors of T are multiplied. A step of a product takes kPerStep elements of the k dimension: one, widened to
+// the accumulation type, or with AVX512-BF16 a pair of bfloat16 in one 32-bit lane, two products and two sums at once.
+// Element is what the left factor is kept as; a right factor is vectors with one step of W columns.
+template <class T>
+struct Product {
+  using A = Accumulate<T>;
+  using Element = A;
+  static constexpr int kPerStep = 1;
+  static ATTN_INLINE Vec<A> broadcast(const Element* a) { return splat(*a); }
+  static ATTN_INLINE Vec<A> add(Vec<A> a, Vec<A> b, Vec<A> c) { return fma(a, b, c); }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Product<bf16> {
+  using A = float;
+  using Element = bf16;
+  static constexpr int kPerStep = 2;
+  static ATTN_INLINE Vec<A> broadcast(const Element* a) {
+    uint32_t pair;
+    memcpy(&pair, a, sizeof pair);
+    return (Vec<A>)(VecTypes<A>::U{} + pair);
+  }
+  static ATTN_INLINE Vec<A> add(Vec<A> a, Vec<A> b, Vec<A> c) {
+    return (Vec<A>)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+  }
+};
+#endif
+template <class T>
+using Element = typename Product<T>::Element;
+
 // ------------------------------------------------------------------------------------- loads and stores
 
 ATTN_INLINE Vec<float> widen(bf16, HalfBits h) {
@@ -156,6 +192,16 @@ ATTN_INLINE Vec<float> widen(f16, HalfBits h) {
   const U special = (U)((u & 0x7c00u) == 0x7c00u) & 0x7f800000u;
   return (Vec<float>)((U)scaled | special | ((u & 0x8000u) << 16));
 #endif
+}
+
+// The low (0) or high (1) 16 bits of every 32-bit lane, widened.
+ATTN_INLINE Vec<float> widen_half(bf16, Vec<float> pairs, int half) {
+  typedef VecTypes<float>::U U;
+  return (Vec<float>)(half ? ((U)pairs & 0xffff0000u) : ((U)pairs << 16));
+}
+ATTN_INLINE Vec<float> widen_half(f16 type, Vec<float> pairs, int half) {
+  typedef VecTypes<float>::U U;
+  return widen(type, __builtin_convertvector(half ? ((U)pairs >> 16) : ((U)pairs & 0xffffu), HalfBits));
 }
 
 // Round to nearest even; NaN stays NaN.
@@ -189,8 +235,7 @@ ATTN_INLINE uint16_t f16_from_float(float x) {
 
 ATTN_INLINE HalfBits narrow(f16, Vec<float> v) {
 #if defined(__AVX512F__)
-  return (HalfBits)_mm512_maskz_cvtps_ph(__mmask16(-1), (__m512)v,
-                                         _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (HalfBits)_mm512_maskz_cvtps_ph(__mmask16(-1), (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__F16C__)
   return (HalfBits)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
@@ -247,13 +292,18 @@ ATTN_INLINE Accumulate<T> to_accumulate(T x) {
   }
 }
 
-// n elements of src as Accumulate<T>, zero padded to a whole number of vectors.
-template <class T>
-ATTN_INLINE void convert_row(const T* src, int64_t n, Accumulate<T>* dst) {
+// n elements of src, widened or as they are, zero padded to a whole number of vectors of the accumulation type.
+template <class T, class E>
+ATTN_INLINE void convert_row(const T* src, int64_t n, E* dst) {
   constexpr int w = W<Accumulate<T>>;
-  int64_t i = 0;
-  for (; i + w <= n; i += w) store(dst + i, load(src + i));
-  if (i < n) store(dst + i, load_first(src + i, n - i));
+  if constexpr (sizeof(T) == sizeof(E)) {
+    memcpy(dst, src, size_t(n) * sizeof(T));
+    memset(static_cast<void*>(dst + n), 0, size_t(round_up(n, w) - n) * sizeof(T));
+  } else {
+    int64_t i = 0;
+    for (; i + w <= n; i += w) store(dst + i, load(src + i));
+    if (i < n) store(dst + i, load_first(src + i, n - i));
+  }
 }
 
 template <class T>
@@ -372,10 +422,10 @@ ATTN_INLINE Vec<float> erf(Vec<float> x) {
 }
 
 // float64 is for checking, not for speed: the C library, lane by lane.
-#define ATTN_EXT_LANEWISE(name, builtin)             \
-  ATTN_INLINE Vec<double> name(Vec<double> x) {      \
+#define ATTN_EXT_LANEWISE(name, builtin)                      \
+  ATTN_INLINE Vec<double> name(Vec<double> x) {               \
     for (int i = 0; i < W<double>; ++i) x[i] = builtin(x[i]); \
-    return x;                                        \
+    return x;                                                 \
   }
 ATTN_EXT_LANEWISE(exp, __builtin_exp)
 ATTN_EXT_LANEWISE(tanh, __builtin_tanh)
@@ -391,10 +441,8 @@ template <class A>
 ATTN_INLINE Vec<A> activate(Activation activation, Vec<A> x) {
   const Vec<A> one = splat(A(1)), half = splat(A(0.5));
   switch (activation) {
-    case Activation::none:
-      return x;
-    case Activation::gelu:
-      return half * x * (one + erf(x * splat(A(0.70710678118654752440))));
+    case Activation::none: return x;
+    case Activation::gelu: return half * x * (one + erf(x * splat(A(0.70710678118654752440))));
     case Activation::gelu_tanh: {
       const Vec<A> inner = splat(A(0.79788456080286535588)) * (x + splat(A(0.044715)) * x * x * x);
       return half * x * (one + tanh(inner));

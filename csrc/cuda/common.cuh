@@ -1,4 +1,5 @@
-// What several kernels share, on top of simt.cuh: index arithmetic, vectors of elements, warp reductions, dtype dispatch.
+// What several kernels share, on top of simt.cuh: index arithmetic, vectors of elements, warp reductions, dtype
+// dispatch.
 #pragma once
 
 #include <stdexcept>

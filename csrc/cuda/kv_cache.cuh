@@ -60,9 +60,8 @@ copy_blocks_kernel(ATTN_CONSTANT_PARAM CopyBlocksParams p, char* held, bool to_h
     const int64_t source = simt::ldg(p.block_pairs + 2 * pair), destination = simt::ldg(p.block_pairs + 2 * pair + 1);
     if (source < 0 || source >= p.num_blocks || destination < 0 || destination >= p.num_blocks) continue;
     const int64_t block = to_held ? source : destination;
-    char* in_cache =
-        static_cast<char*>(p.cache) +
-        (block * p.strides[0] + offset * p.strides[1] + head * p.strides[2]) * p.element_size;
+    char* in_cache = static_cast<char*>(p.cache) +
+                     (block * p.strides[0] + offset * p.strides[1] + head * p.strides[2]) * p.element_size;
     char* in_held = held + row * bytes;
     for (int64_t byte = simt::lane() * kUnit; byte < bytes; byte += 32 * kUnit)
       move_unit<kUnit>((to_held ? in_held : in_cache) + byte, (to_held ? in_cache : in_held) + byte);
@@ -84,9 +83,7 @@ void append_kv(const AppendKvParams& p, const Launch& launch) {
            strides(p.key_strides[0], p.key_strides[1], p.key_strides[2]) &&
            strides(p.value_strides[0], p.value_strides[1], p.value_strides[2]);
   };
-  const auto kernel = fits(16)  ? append_kv_kernel<16>
-                      : fits(4) ? append_kv_kernel<4>
-                                : append_kv_kernel<2>;
+  const auto kernel = fits(16) ? append_kv_kernel<16> : fits(4) ? append_kv_kernel<4> : append_kv_kernel<2>;
   simt::launch(kernel, move_grid(p.tokens * p.Hkv), {kMoveThreads}, 0, simt::Stream(launch.stream), p);
 }
 
@@ -100,9 +97,7 @@ void copy_blocks(const CopyBlocksParams& p, const Launch& launch) {
     return all_multiples(unit, p.cache, launch.workspace, p.D * p.element_size, p.strides[0] * p.element_size,
                          p.strides[1] * p.element_size, p.strides[2] * p.element_size);
   };
-  const auto kernel = fits(16)  ? copy_blocks_kernel<16>
-                      : fits(4) ? copy_blocks_kernel<4>
-                                : copy_blocks_kernel<2>;
+  const auto kernel = fits(16) ? copy_blocks_kernel<16> : fits(4) ? copy_blocks_kernel<4> : copy_blocks_kernel<2>;
   for (const bool to_held : {true, false})
     simt::launch(kernel, move_grid(p.pairs * p.block_size * p.Hkv), {kMoveThreads}, 0, simt::Stream(launch.stream), p,
                  launch.workspace, to_held);

@@ -42,7 +42,8 @@ struct Columns {
   }
 };
 
-// ---- 16-bit products on tensor cores ---------------------------------------------------------------------------------
+// ---- 16-bit products on tensor cores
+// ---------------------------------------------------------------------------------
 
 // A slice of kRows rows in shared memory: 16-byte chunks, chunk c of row r at c ^ swizzle(r), so that the same chunk of
 // 8 rows below each other, which is what ldmatrix reads, lies in 8 different groups of banks.
@@ -174,7 +175,7 @@ struct TensorTile {
     for (int i = 0; i < kBlocksM; ++i) {
       ATTN_UNROLL
       for (int j = 0; j < kBlocksN; ++j) {
-        const float(&s)[4] = sums[i][j];
+        const float (&s)[4] = sums[i][j];
         put(row + 16 * i + g, column + 8 * j + 2 * t, simt::Float2{s[0], s[1]});
         put(row + 16 * i + g + 8, column + 8 * j + 2 * t, simt::Float2{s[2], s[3]});
       }
@@ -182,7 +183,8 @@ struct TensorTile {
   }
 };
 
-// ---- float32 products ------------------------------------------------------------------------------------------------
+// ---- float32 products
+// ------------------------------------------------------------------------------------------------
 
 // A tile of 64 x 64, four rows and four columns a thread; slices lie transposed, (k, row).
 struct FloatTile {
@@ -251,7 +253,8 @@ struct FloatTile {
   }
 };
 
-// ---- epilogue --------------------------------------------------------------------------------------------------------
+// ---- epilogue
+// --------------------------------------------------------------------------------------------------------
 
 // Place of a sum in shared memory: rows of a tile spread over the banks in groups of 8 columns.
 template <int kN>
@@ -388,7 +391,8 @@ ATTN_DEVICE void finish_tile(const ProductArgs& a, const float* sums, int64_t m,
   }
 }
 
-// ---- kernel ----------------------------------------------------------------------------------------------------------
+// ---- kernel
+// ----------------------------------------------------------------------------------------------------------
 
 template <class Tile>
 ATTN_KERNEL(Tile::kThreads, Tile::kMinBlocks)
@@ -433,7 +437,8 @@ product_kernel(ATTN_CONSTANT_PARAM ProductArgs a) {
     finish_tile<T, 1, Tile::kM, Tile::kN, Tile::kThreads>(a, sums, m, columns);
 }
 
-// ---- launchers -------------------------------------------------------------------------------------------------------
+// ---- launchers
+// -------------------------------------------------------------------------------------------------------
 
 template <class T>
 using LargeTile = TensorTile<T, 128, 128, 32, 64, 64, 4, 2>;
@@ -475,8 +480,8 @@ void launch_product_of(ProductArgs& a, simt::Stream stream) {
     const auto cache_fits = [&](const void* cache, const int64_t* s) {
       return all_multiples(4 * size, cache, s[0] * size, s[1] * size, s[2] * size);
     };
-    a.vector_out = a.vector_out && all_multiples(4 * size, c.q, c.D * size) &&
-                   cache_fits(c.key_cache, c.key_strides) && cache_fits(c.value_cache, c.value_strides);
+    a.vector_out = a.vector_out && all_multiples(4 * size, c.q, c.D * size) && cache_fits(c.key_cache, c.key_strides) &&
+                   cache_fits(c.value_cache, c.value_strides);
     if (c.rope_cos)
       a.vector_out = a.vector_out && all_multiples(4, c.D / 2, c.rope_cos_stride, c.rope_sin_stride) &&
                      all_multiples(16, c.rope_cos, c.rope_sin);

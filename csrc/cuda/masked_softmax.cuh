@@ -1,7 +1,8 @@
 // Softmax over the last dimension of scale * scores + mask: one read and one write of every element.
 //
 // Rows of up to 1024 columns: one warp a row, the row in registers. Longer rows: one block a row, the row in shared
-// memory as float32; what does not fit there (from 24 000 columns on the smallest GPU, 58 000 on an H200) is read again.
+// memory as float32; what does not fit there (from 24 000 columns on the smallest GPU, 58 000 on an H200) is read
+// again.
 //
 // A warp works on chunks of 32 * kVec columns. Where rows are aligned, a lane takes kVec neighbouring columns, one
 // 16-byte access; where they are not, neighbouring lanes take neighbouring columns. Sums go column by column over
@@ -42,8 +43,8 @@ struct Row {
   ATTN_DEVICE Row(const MaskedSoftmaxParams& p, int64_t row) {
     const auto [batch, i] = divide(row, p.Tq);
     const auto [b0, b1] = divide(batch, p.B1);
-    scores = static_cast<const T*>(p.scores) + b0 * p.scores_strides[0] + b1 * p.scores_strides[1] +
-             i * p.scores_strides[2];
+    scores =
+        static_cast<const T*>(p.scores) + b0 * p.scores_strides[0] + b1 * p.scores_strides[1] + i * p.scores_strides[2];
     out = static_cast<T*>(p.out) + row * p.Tk;
     mask = b0 * p.mask_strides[0] + b1 * p.mask_strides[1] + i * p.mask_strides[2];
     visible = p.causal ? min_of(p.Tk, max_of<int64_t>(0, i + p.Tk - p.Tq + 1)) : p.Tk;
@@ -244,7 +245,7 @@ softmax_block_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
   const int64_t start = simt::warp() * kChunk<T>, rows = a.p.B0 * a.p.B1 * a.p.Tq;
   for (int64_t r = simt::block_idx().x; r < rows; r += simt::grid_dim().x) {
     const Row<T> row(a.p, r);
-    const auto logits = [&](int64_t first, float(&x)[kVec<T>]) {
+    const auto logits = [&](int64_t first, float (&x)[kVec<T>]) {
       load_scores(row.scores + first, row.visible - first, a.vector, x);
       transform(a, row, first, x);
     };

@@ -240,13 +240,16 @@ OutAndLse attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Te
 OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens,
                           OptionalTensor cu_seqlens_q, std::optional<int64_t> max_seqlen_q, bool causal,
                           std::optional<double> scale, int64_t window_left, int64_t window_right, double softcap,
-                          OptionalTensor alibi_slopes, OptionalTensor sinks, OptionalTensor mask,
-                          OptionalTensor bias) {
+                          OptionalTensor alibi_slopes, OptionalTensor sinks, OptionalTensor mask, OptionalTensor bias) {
   const Checker c{"paged_attention"};
   const bool ragged = cu_seqlens_q.has_value();
   c.rank(q, "q", ragged ? 3 : 4, ragged ? "(total, H, D) with cu_seqlens_q" : "(B, Tq, H, D) without cu_seqlens_q");
   c.caches(key_cache, value_cache);
-  c.same_device(q, "q", {{"key_cache", &key_cache}, {"value_cache", &value_cache}, {"block_table", &block_table}, {"seq_lens", &seq_lens}});
+  c.same_device(q, "q",
+                {{"key_cache", &key_cache},
+                 {"value_cache", &value_cache},
+                 {"block_table", &block_table},
+                 {"seq_lens", &seq_lens}});
   if (ragged) c.same_device(q, "q", {{"cu_seqlens_q", &*cu_seqlens_q}});
   c.same_dtype({{"q", &q}, {"key_cache", &key_cache}, {"value_cache", &value_cache}});
   check_head_dim(c, q, key_cache, "key_cache");

@@ -145,8 +145,8 @@ std::array<int64_t, 4> broadcast_strides(const Checker& c, const Tensor& t, cons
     ok = size == 1 || size == want || (may_be_longer && size > want);
     strides[static_cast<size_t>(i)] = size == 1 ? 0 : t.stride(i - missing);
   }
-  c.check(ok, name,
-          std::string("broadcast to ") + layout + " = " + to_string(Shape(target.begin(), target.end())), to_string(got));
+  c.check(ok, name, std::string("broadcast to ") + layout + " = " + to_string(Shape(target.begin(), target.end())),
+          to_string(got));
   return strides;
 }
 

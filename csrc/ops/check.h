@@ -87,7 +87,6 @@ Tensor unit_last_stride(const Tensor& t);
 // Strides of t broadcast to `target`: 0 where t has one element for many. The last `t.dim()` dimensions count; a
 // dimension in `at_least` may also be longer than the target.
 std::array<int64_t, 4> broadcast_strides(const Checker& c, const Tensor& t, const char* name,
-                                         const std::array<int64_t, 4>& target, const char* layout,
-                                         bool longer_allowed);
+                                         const std::array<int64_t, 4>& target, const char* layout, bool longer_allowed);
 
 }  // namespace attn_ext::ops

@@ -36,8 +36,9 @@ void append_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, T
   c.check(shape_of(key) == shape_of(value), "value", "have the shape of key " + to_string(shape_of(key)),
           to_string(shape_of(value)));
   c.caches(key_cache, value_cache);
-  c.same_device(key, "key",
-                {{"value", &value}, {"key_cache", &key_cache}, {"value_cache", &value_cache}, {"slot_mapping", &slot_mapping}});
+  c.same_device(
+      key, "key",
+      {{"value", &value}, {"key_cache", &key_cache}, {"value_cache", &value_cache}, {"slot_mapping", &slot_mapping}});
   c.same_dtype({{"key", &key}, {"value", &value}, {"key_cache", &key_cache}, {"value_cache", &value_cache}});
   c.check(key.size(1) == key_cache.size(2) && key.size(2) == key_cache.size(3), "key",
           "have the key/value heads and head_dim of key_cache (" + std::to_string(key_cache.size(2)) + ", " +

@@ -42,7 +42,8 @@ void on_cpu(const char* op, const Params& params, const Bytes& bytes, const Kern
   std::unique_ptr<char, decltype(&std::free)> memory(nullptr, &std::free);
   if (size > 0) {
     memory.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>((size + 63) / 64 * 64))));
-    if (!memory) throw std::runtime_error(std::string(op) + ": no memory for " + std::to_string(size) + " bytes of scratch");
+    if (!memory)
+      throw std::runtime_error(std::string(op) + ": no memory for " + std::to_string(size) + " bytes of scratch");
   }
   kernel(params, Launch{workers, memory.get(), run_workers});
 }

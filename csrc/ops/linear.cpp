@@ -153,7 +153,8 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
   p.slot_mapping = slots.data;
 
   const int given = rope_cos.has_value() + rope_sin.has_value() + positions.has_value();
-  c.check(given == 0 || given == 3, "rope", "be None or (cos, sin, positions)", std::to_string(given) + " of the three");
+  c.check(given == 0 || given == 3, "rope", "be None or (cos, sin, positions)",
+          std::to_string(given) + " of the three");
   std::optional<Indices<int64_t>> position;
   if (given) {
     c.check(D % 2 == 0, "rope", "rotate an even head_dim", std::to_string(D));

@@ -1,8 +1,8 @@
 // masked_softmax: checks and output.
+#include <cmath>
+
 #include "ops/launch.h"
 #include "ops/ops.h"
-
-#include <cmath>
 
 namespace attn_ext::ops {
 

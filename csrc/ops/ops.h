@@ -24,8 +24,7 @@ OutAndLse attention(Tensor q, Tensor k, Tensor v, bool causal, std::optional<dou
 OutAndLse attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
                            std::optional<int64_t> max_seqlen_q, std::optional<int64_t> max_seqlen_k, bool causal,
                            std::optional<double> scale, int64_t window_left, int64_t window_right, double softcap,
-                           OptionalTensor alibi_slopes, OptionalTensor sinks, OptionalTensor mask,
-                           OptionalTensor bias);
+                           OptionalTensor alibi_slopes, OptionalTensor sinks, OptionalTensor mask, OptionalTensor bias);
 OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens,
                           OptionalTensor cu_seqlens_q, std::optional<int64_t> max_seqlen_q, bool causal,
                           std::optional<double> scale, int64_t window_left, int64_t window_right, double softcap,

@@ -29,8 +29,7 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
       "int window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? mask=None, "
       "Tensor? bias=None) -> (Tensor out, Tensor lse)");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
-  m.def(
-      "append_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()");
+  m.def("append_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()");
   m.def("copy_blocks(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_pairs) -> ()");
 }
 

@@ -181,7 +181,13 @@ def run_dense(problem: Problem) -> tuple[Tensor, Tensor]:
 def run_varlen(problem: Problem) -> tuple[Tensor, Tensor]:
     cu_q, cu_k = (cu_seqlens([lens[i] for lens in problem.case.lens]) for i in (0, 1))
     return attn_ext.attention_varlen(
-        torch.cat(problem.q), torch.cat(problem.k), torch.cat(problem.v), cu_q, cu_k, return_lse=True, **problem.of_batch
+        torch.cat(problem.q),
+        torch.cat(problem.k),
+        torch.cat(problem.v),
+        cu_q,
+        cu_k,
+        return_lse=True,
+        **problem.of_batch,
     )
 
 
@@ -191,9 +197,7 @@ def new_cache(num_blocks: int, block_size: int, hkv: int, d: int, dtype, layout:
     if layout == "NHD":
         return tuple(torch.full((num_blocks, block_size, hkv, d), fill, dtype=dtype) for _ in range(2))
     if layout == "HND":
-        return tuple(
-            torch.full((num_blocks, hkv, block_size, d), fill, dtype=dtype).transpose(1, 2) for _ in range(2)
-        )
+        return tuple(torch.full((num_blocks, hkv, block_size, d), fill, dtype=dtype).transpose(1, 2) for _ in range(2))
     assert layout == "interleaved"
     return torch.full((num_blocks, 2, block_size, hkv, d), fill, dtype=dtype).unbind(1)
 

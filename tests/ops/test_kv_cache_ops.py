@@ -48,7 +48,11 @@ def test_append(block_size, hkv, d, layout, dtype):
 
 def test_append_copies_bits(dtype):
     """NaN payloads, infinities, denormals and negative zero arrive unchanged."""
-    key = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 2.0**-24, -(2.0**-20)]).to(dtype).reshape(1, 1, 6)
+    key = (
+        torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 2.0**-24, -(2.0**-20)])
+        .to(dtype)
+        .reshape(1, 1, 6)
+    )
     k, v = new_cache(2, 4, 1, 6, dtype, fill=1.0)
     attn_ext.append_kv(key, -key, k, v, torch.tensor([5]))
     assert_same_bits(k[1, 1], key[0])

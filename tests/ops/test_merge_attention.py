@@ -36,7 +36,9 @@ def check(out_a, lse_a, out_b, lse_b):
     return out, lse
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 5, 3, 7), (1, 9, 2, 64), (2, 3, 4, 80), (0, 3, 2, 8), (2, 0, 2, 8)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (2, 5, 3, 7), (1, 9, 2, 64), (2, 3, 4, 80), (0, 3, 2, 8), (2, 0, 2, 8)]
+)
 def test_dense(shape, dtype):
     b, t, h, _ = shape
     outs = [torch.randn(shape).to(dtype) for _ in range(2)]

@@ -119,7 +119,9 @@ def test_to_cache_equals_projection_and_append(h, hkv, d, layout, block_size, dt
     assert_same_bits(caches[1], expected_caches[1], "value_cache")
 
 
-@pytest.mark.parametrize(("h", "hkv", "d"), [heads for heads in HEADS if heads[2] % 2 == 0] + [(2, 1, 2), (2, 2, 6), (1, 1, 34)])
+@pytest.mark.parametrize(
+    ("h", "hkv", "d"), [heads for heads in HEADS if heads[2] % 2 == 0] + [(2, 1, 2), (2, 2, 6), (1, 1, 34)]
+)
 def test_to_cache_with_rope(h, hkv, d, dtype):
     """q and k rotated in float32 before their one rounding, v not; positions in any order, repeated, far out."""
     x, weight, bias = _inputs(h, hkv, d, dtype, (2, 5))

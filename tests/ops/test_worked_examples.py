@@ -111,7 +111,10 @@ def test_the_whole_example_in_one_go(dtype):
     out, lse = attn_ext.attention(*_split(EXAMPLE_1, dtype), causal=True, return_lse=True)
     _close(out[0, :, 0], EXAMPLE_1["causal"]["out"], 20)
     torch.testing.assert_close(
-        lse[0, 0].double(), torch.tensor(EXAMPLE_1["causal"]["lse"]).double(), rtol=4 * torch.finfo(dtype).eps, atol=1e-5
+        lse[0, 0].double(),
+        torch.tensor(EXAMPLE_1["causal"]["lse"]).double(),
+        rtol=4 * torch.finfo(dtype).eps,
+        atol=1e-5,
     )
 
 

@@ -29,8 +29,8 @@ wheel, build_torch, run_torch = sys.argv[1:]
 module = Path(attn_ext._C.__file__)
 assert zipfile.ZipFile(wheel).read(f"attn_ext/{module.name}") == module.read_bytes()
 info = attn_ext.build_info()
-print(f"built with torch {info['torch']}, running in torch {torch.__version__}: {Path(wheel).name}")
-assert info["torch"].split("+")[0] == build_torch and torch.__version__.split("+")[0] == run_torch
+print(f"built with torch {info['torch_built']}, running in torch {torch.__version__}: {Path(wheel).name}")
+assert info["torch_built"].split("+")[0] == build_torch and torch.__version__.split("+")[0] == run_torch
 PY
 cd "$root"
 "$work/run/bin/pytest" -q -p no:cacheprovider "$@"

@@ -1,0 +1,302 @@
+"""Each check fires: one line that names the op, the argument, the rule and what it got; nothing is written before."""
+
+import re
+
+import pytest
+import torch
+from tolerance import assert_same_bits
+
+import attn_ext
+
+F16, BF16, F64, INT32, INT64 = torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=dtype)
+
+
+def ints(*values, dtype=INT32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def good() -> dict[str, dict]:
+    """Arguments of each op that are right. 2 sequences, 4 query and 2 key/value heads of 8, blocks of 4."""
+    dense = {"q": randn(2, 3, 4, 8), "k": randn(2, 5, 2, 8), "v": randn(2, 5, 2, 8)}
+    caches = {"key_cache": randn(6, 4, 2, 8), "value_cache": randn(6, 4, 2, 8)}
+    projection = {"x": randn(3, 16), "weight": randn(64, 16), "bias": randn(64), "n_heads": 4, "n_kv_heads": 2}
+    return {
+        "linear": {"x": randn(3, 16), "weight": randn(5, 16), "bias": randn(5), "residual": randn(3, 5)},
+        "qkv_projection": projection,
+        "qkv_projection_to_cache": {
+            **projection, **caches, "slot_mapping": ints(3, -1, 9, dtype=INT64),
+            "rope": (randn(7, 4), randn(7, 4), ints(0, 6, 2, dtype=INT64)),
+        },
+        "masked_softmax": {"scores": randn(2, 3, 5, 7), "mask": randn(3, 5, 7)},
+        "attention": dense,
+        "attention_varlen": {
+            "q": randn(6, 4, 8), "k": randn(9, 2, 8), "v": randn(9, 2, 8), "cu_seqlens_q": ints(0, 2, 6),
+            "cu_seqlens_k": ints(0, 5, 9),
+        },
+        "paged_attention": {
+            "q": randn(2, 3, 4, 8), **caches, "block_table": ints(0, 5, 3, 2).reshape(2, 2), "seq_lens": ints(7, 4),
+        },
+        "append_kv": {
+            "key": randn(3, 2, 8), "value": randn(3, 2, 8), **caches, "slot_mapping": ints(3, -1, 9, dtype=INT64)
+        },
+        "copy_blocks": {**caches, "block_pairs": ints(0, 1, 1, 2, dtype=INT64).reshape(2, 2)},
+        "merge_attention": {
+            "out_a": randn(2, 3, 4, 8), "lse_a": randn(2, 4, 3), "out_b": randn(2, 3, 4, 8), "lse_b": randn(2, 4, 3)
+        },
+    }  # fmt: skip
+
+
+NAN, INF = float("nan"), float("inf")
+ROPE = (randn(7, 4), randn(7, 4), ints(0, 6, 2, dtype=INT64))
+
+# op, what is wrong with its arguments, the argument the message must name (a regex)
+BAD = [
+    ("linear", {"x": torch.tensor(1.0)}, "x"),
+    ("linear", {"x": randn(3, 15)}, "x"),
+    ("linear", {"x": randn(3, 16).long()}, "x"),
+    ("linear", {"x": torch.zeros(3, 16, dtype=torch.complex64)}, "x"),
+    ("linear", {"x": torch.zeros(3, 16, dtype=torch.bool)}, "x"),
+    ("linear", {"weight": randn(5)}, "weight"),
+    ("linear", {"weight": randn(1, 5, 16)}, "weight"),
+    ("linear", {"weight": randn(5, 16, dtype=BF16)}, "x, weight and bias"),
+    ("linear", {"bias": randn(6)}, "bias"),
+    ("linear", {"bias": randn(1, 5)}, "bias"),
+    ("linear", {"bias": torch.tensor(1.0)}, "bias"),
+    ("linear", {"bias": randn(5, dtype=F64)}, "x, weight and bias"),
+    ("linear", {"residual": randn(3, 6)}, "residual"),
+    ("linear", {"residual": randn(5)}, "residual"),
+    ("linear", {"residual": randn(3, 5, dtype=F16)}, "x and residual"),
+    ("linear", {"activation": "relu"}, "activation"),
+    ("linear", {"activation": ""}, "activation"),
+    ("qkv_projection", {"x": randn(3, 15)}, "x"),
+    ("qkv_projection", {"weight": randn(63, 16)}, "weight"),
+    ("qkv_projection", {"weight": randn(0, 16), "bias": randn(0)}, "weight"),
+    ("qkv_projection", {"weight": randn(64)}, "weight"),
+    ("qkv_projection", {"bias": randn(63)}, "bias"),
+    ("qkv_projection", {"x": randn(3, 16, dtype=F16)}, "x, weight and bias"),
+    ("qkv_projection", {"n_heads": 3}, "the number of query heads"),
+    ("qkv_projection", {"n_heads": 0}, "the number of query heads"),
+    ("qkv_projection", {"n_heads": -4}, "the number of query heads"),
+    ("qkv_projection", {"n_kv_heads": 0}, "the number of query heads"),
+    ("qkv_projection", {"n_kv_heads": 8}, "the number of query heads"),
+    ("qkv_projection_to_cache", {"x": randn(3, 15)}, "x"),
+    ("qkv_projection_to_cache", {"weight": randn(63, 16)}, "weight"),
+    ("qkv_projection_to_cache", {"key_cache": randn(6, 4, 2, 9)}, "value_cache"),
+    ("qkv_projection_to_cache", {"key_cache": randn(6, 4, 1, 8), "value_cache": randn(6, 4, 1, 8)}, "key_cache"),
+    ("qkv_projection_to_cache", {"key_cache": randn(6, 4, 2, 4), "value_cache": randn(6, 4, 2, 4)}, "key_cache"),
+    ("qkv_projection_to_cache", {"key_cache": randn(6, 4, 2, 8, dtype=BF16)}, "x, key_cache and value_cache"),
+    ("qkv_projection_to_cache", {"slot_mapping": ints(3, -1, dtype=INT64)}, "slot_mapping"),
+    ("qkv_projection_to_cache", {"slot_mapping": ints(3, -2, 9, dtype=INT64)}, r"slot_mapping\[1\]"),
+    ("qkv_projection_to_cache", {"slot_mapping": ints(3, 4, 24, dtype=INT64)}, r"slot_mapping\[2\]"),
+    ("qkv_projection_to_cache", {"slot_mapping": ints(3, 4, 3, dtype=INT64)}, "slot_mapping"),
+    ("qkv_projection_to_cache", {"slot_mapping": ints(3, -1, 9)}, "slot_mapping"),
+    ("qkv_projection_to_cache", {"rope": (None, *ROPE[1:])}, "rope"),
+    ("qkv_projection_to_cache", {"rope": (*ROPE[:2], None)}, "rope"),
+    ("qkv_projection_to_cache", {"rope": (randn(7, 3), *ROPE[1:])}, "cos"),
+    ("qkv_projection_to_cache", {"rope": (randn(7), *ROPE[1:])}, "cos"),
+    ("qkv_projection_to_cache", {"rope": (ROPE[0].half(), *ROPE[1:])}, "cos"),
+    ("qkv_projection_to_cache", {"rope": (ROPE[0], randn(8, 4), ROPE[2])}, "sin"),
+    ("qkv_projection_to_cache", {"rope": (ROPE[0], ROPE[1].half(), ROPE[2])}, "sin"),
+    ("qkv_projection_to_cache", {"rope": (*ROPE[:2], ints(0, 1, dtype=INT64))}, "positions"),
+    ("qkv_projection_to_cache", {"rope": (*ROPE[:2], ints(0, 1, 2))}, "positions"),
+    ("qkv_projection_to_cache", {"rope": (*ROPE[:2], ints(0, 7, 2, dtype=INT64))}, r"positions\[1\]"),
+    ("qkv_projection_to_cache", {"rope": (*ROPE[:2], ints(0, 6, -1, dtype=INT64))}, r"positions\[2\]"),
+    ("masked_softmax", {"scores": randn(7)}, "scores"),
+    ("masked_softmax", {"scores": torch.tensor(1.0), "mask": None}, "scores"),
+    ("masked_softmax", {"scores": torch.zeros(5, 7, dtype=INT64), "mask": None}, "scores"),
+    ("masked_softmax", {"mask": randn(3, 5, 6)}, "mask"),
+    ("masked_softmax", {"mask": randn(2, 5, 7)}, "mask"),
+    ("masked_softmax", {"mask": randn(1, 2, 3, 5, 7)}, "mask"),
+    ("masked_softmax", {"mask": torch.ones(5, 7, dtype=INT64)}, "mask"),
+    ("masked_softmax", {"mask": randn(5, 7, dtype=F16)}, "mask"),
+    ("masked_softmax", {"scale": NAN}, "scale"),
+    ("masked_softmax", {"scale": -INF}, "scale"),
+    ("attention", {"q": randn(3, 4, 8)}, "q"),
+    ("attention", {"k": randn(5, 2, 8)}, "k"),
+    ("attention", {"v": randn(2, 5, 2, 9)}, "v"),
+    ("attention", {"v": randn(2, 6, 2, 8)}, "v"),
+    ("attention", {"k": randn(3, 5, 2, 8), "v": randn(3, 5, 2, 8)}, "k"),
+    ("attention", {"k": randn(2, 5, 2, 7), "v": randn(2, 5, 2, 7)}, "k"),
+    ("attention", {"q": randn(2, 3, 4, 0), "k": randn(2, 5, 2, 0), "v": randn(2, 5, 2, 0)}, "q"),
+    ("attention", {"k": randn(2, 5, 3, 8), "v": randn(2, 5, 3, 8)}, "the number of query heads"),
+    ("attention", {"q": randn(2, 3, 0, 8)}, "the number of query heads"),
+    ("attention", {"q": randn(2, 3, 4, 8, dtype=BF16)}, "q, k and v"),
+    ("attention", {"v": randn(2, 5, 2, 8, dtype=F64)}, "q, k and v"),
+    ("attention", {name: torch.zeros(2, 5, 2, 8, dtype=INT32) for name in "qkv"}, "q"),
+    *((op, options, argument) for op in ("attention", "attention_varlen", "paged_attention") for options, argument in (
+        ({"scale": NAN}, "scale"),
+        ({"scale": INF}, "scale"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"softcap": NAN}, "softcap"),
+        ({"softcap": INF}, "softcap"),
+        ({"window": (-2, 0)}, "window"),
+        ({"window": (0, -2)}, "window"),
+        ({"alibi_slopes": randn(3)}, "alibi_slopes"),
+        ({"alibi_slopes": randn(3, 4)}, "alibi_slopes"),
+        ({"alibi_slopes": randn(4, dtype=BF16)}, "alibi_slopes"),
+        ({"sinks": randn(3)}, "sinks"),
+        ({"sinks": randn(2, 4)}, "sinks"),
+        ({"sinks": randn(4, dtype=F64)}, "sinks"),
+        ({"mask": randn(1, 1, 1, 1)}, "mask"),
+        ({"mask": torch.ones(3, 1, 1, 1, dtype=torch.bool)}, "mask"),
+        ({"mask": torch.ones(1, 3, 1, 1, dtype=torch.bool)}, "mask"),
+        ({"mask": torch.ones(2, 3, dtype=torch.bool)}, "mask"),
+        ({"mask": torch.ones(1, 1, 1, 1, 1, dtype=torch.bool)}, "mask"),
+        ({"bias": randn(2, 1, 1, 2)}, "bias"),
+        ({"bias": randn(1, 1, 1, 1, dtype=F16)}, "bias"),
+        ({"bias": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}, "bias"),
+    )),
+    ("attention", {"mask": torch.ones(2, 4, 3, 6, dtype=torch.bool)}, "mask"),  # longer only where lengths are ragged
+    ("attention_varlen", {"q": randn(1, 6, 4, 8)}, "q"),
+    ("attention_varlen", {"k": randn(9, 8)}, "k"),
+    ("attention_varlen", {"v": randn(8, 2, 8)}, "v"),
+    ("attention_varlen", {"k": randn(9, 2, 7), "v": randn(9, 2, 7)}, "k"),
+    ("attention_varlen", {"k": randn(9, 3, 8), "v": randn(9, 3, 8)}, "the number of query heads"),
+    ("attention_varlen", {"q": randn(6, 4, 8, dtype=F16)}, "q, k and v"),
+    ("attention_varlen", {"cu_seqlens_q": ints(0, 2, 6, dtype=INT64)}, "cu_seqlens_q"),
+    ("attention_varlen", {"cu_seqlens_q": ints(0, 2, 6).float()}, "cu_seqlens_q"),
+    ("attention_varlen", {"cu_seqlens_q": ints(0, 2, 6)[None]}, "cu_seqlens_q"),
+    ("attention_varlen", {"cu_seqlens_q": ints()}, "cu_seqlens_q"),
+    ("attention_varlen", {"cu_seqlens_q": ints(1, 2, 6)}, "cu_seqlens_q"),
+    ("attention_varlen", {"cu_seqlens_q": ints(0, 2, 5)}, "cu_seqlens_q"),
+    ("attention_varlen", {"cu_seqlens_q": ints(0, 2, 7)}, "cu_seqlens_q"),
+    ("attention_varlen", {"cu_seqlens_q": ints(0, 7, 6)}, "cu_seqlens_q"),
+    ("attention_varlen", {"cu_seqlens_q": ints(0, -1, 6)}, "cu_seqlens_q"),
+    ("attention_varlen", {"cu_seqlens_k": ints(0, 9)}, "cu_seqlens_k"),
+    ("attention_varlen", {"cu_seqlens_k": ints(0, 10, 9)}, "cu_seqlens_k"),
+    ("attention_varlen", {"cu_seqlens_k": ints(0, 5, 10)}, "cu_seqlens_k"),
+    ("attention_varlen", {"max_seqlen_q": 3}, "max_seqlen_q"),
+    ("attention_varlen", {"max_seqlen_k": 4}, "max_seqlen_k"),
+    ("attention_varlen", {"max_seqlen_k": -1}, "max_seqlen_k"),
+    ("paged_attention", {"q": randn(6, 4, 8)}, "q"),
+    ("paged_attention", {"cu_seqlens_q": ints(0, 2, 6)}, "q"),
+    ("paged_attention", {"key_cache": randn(6, 4, 16)}, "key_cache"),
+    ("paged_attention", {"value_cache": randn(6, 4, 2, 9)}, "value_cache"),
+    ("paged_attention", {"value_cache": randn(7, 4, 2, 8)}, "value_cache"),
+    ("paged_attention", {"key_cache": randn(6, 4, 8, 2).transpose(2, 3)}, "key_cache"),
+    ("paged_attention", {"key_cache": randn(6, 0, 2, 8), "value_cache": randn(6, 0, 2, 8)}, "key_cache"),
+    ("paged_attention", {"key_cache": randn(6, 4, 2, 7), "value_cache": randn(6, 4, 2, 7)}, "key_cache"),
+    ("paged_attention", {name: randn(6, 4, 3, 8) for name in ("key_cache", "value_cache")}, "the number of query heads"),
+    ("paged_attention", {"key_cache": randn(6, 4, 2, 8, dtype=F16)}, "q, key_cache and value_cache"),
+    ("paged_attention", {"block_table": ints(0, 5)}, "block_table"),
+    ("paged_attention", {"block_table": ints(0, 5)[None]}, "block_table"),
+    ("paged_attention", {"block_table": ints(0, 5, 3, 2, dtype=INT64).reshape(2, 2)}, "block_table"),
+    ("paged_attention", {"block_table": ints(0, 6, 3, 2).reshape(2, 2)}, r"block_table\[0\]\[1\]"),
+    ("paged_attention", {"block_table": ints(0, 5, -1, 2).reshape(2, 2)}, r"block_table\[1\]\[0\]"),
+    ("paged_attention", {"seq_lens": ints(7)}, "seq_lens"),
+    ("paged_attention", {"seq_lens": ints(7, 4)[None]}, "seq_lens"),
+    ("paged_attention", {"seq_lens": ints(7, 4, dtype=INT64)}, "seq_lens"),
+    ("paged_attention", {"seq_lens": ints(9, 4)}, r"seq_lens\[0\]"),
+    ("paged_attention", {"seq_lens": ints(7, -1)}, r"seq_lens\[1\]"),
+    ("paged_attention", {"max_seqlen_q": 2}, "max_seqlen_q"),
+    ("paged_attention", {"q": randn(6, 4, 8), "cu_seqlens_q": ints(0, 6)}, "seq_lens"),
+    ("paged_attention", {"q": randn(6, 4, 8), "cu_seqlens_q": ints(0, 2, 5)}, "cu_seqlens_q"),
+    ("paged_attention", {"q": randn(6, 4, 8), "cu_seqlens_q": ints(0, 2, 6), "max_seqlen_q": 3}, "max_seqlen_q"),
+    ("append_kv", {"key": randn(3, 16), "value": randn(3, 16)}, "key"),
+    ("append_kv", {"value": randn(2, 2, 8)}, "value"),
+    ("append_kv", {"key": randn(3, 1, 8), "value": randn(3, 1, 8)}, "key"),
+    ("append_kv", {"key": randn(3, 2, 7), "value": randn(3, 2, 7)}, "key"),
+    ("append_kv", {"value": randn(3, 2, 8, dtype=F16)}, "key, value, key_cache and value_cache"),
+    ("append_kv", {"value_cache": randn(6, 4, 2, 8, dtype=F16)}, "key, value, key_cache and value_cache"),
+    ("append_kv", {"value_cache": randn(5, 4, 2, 8)}, "value_cache"),
+    ("append_kv", {"value_cache": randn(6, 4, 8, 2).transpose(2, 3)}, "value_cache"),
+    ("append_kv", {"slot_mapping": ints(3, 4, dtype=INT64)}, "slot_mapping"),
+    ("append_kv", {"slot_mapping": ints(3, 4, 5, 6, dtype=INT64)}, "slot_mapping"),
+    ("append_kv", {"slot_mapping": ints(3, 4, 5)}, "slot_mapping"),
+    ("append_kv", {"slot_mapping": ints(3, 4, 24, dtype=INT64)}, r"slot_mapping\[2\]"),
+    ("append_kv", {"slot_mapping": ints(3, -2, 5, dtype=INT64)}, r"slot_mapping\[1\]"),
+    ("append_kv", {"slot_mapping": ints(3, 5, 3, dtype=INT64)}, "slot_mapping"),
+    ("copy_blocks", {"key_cache": randn(6, 4, 16)}, "key_cache"),
+    ("copy_blocks", {"value_cache": randn(5, 4, 2, 8)}, "value_cache"),
+    ("copy_blocks", {"value_cache": randn(6, 4, 2, 8, dtype=F16)}, "key_cache and value_cache"),
+    ("copy_blocks", {"block_pairs": ints(0, 1, dtype=INT64)}, "block_pairs"),
+    ("copy_blocks", {"block_pairs": ints(0, 1, 2, dtype=INT64)[None]}, "block_pairs"),
+    ("copy_blocks", {"block_pairs": ints(0, 1)[None]}, "block_pairs"),
+    ("copy_blocks", {"block_pairs": ints(0, 1, 0, 6, dtype=INT64).reshape(2, 2)}, r"block_pairs\[1\]\[1\]"),
+    ("copy_blocks", {"block_pairs": ints(0, 1, -1, 2, dtype=INT64).reshape(2, 2)}, r"block_pairs\[1\]\[0\]"),
+    ("copy_blocks", {"block_pairs": [(0, 2), (1, 2)]}, "block_pairs"),
+    ("merge_attention", {"out_a": randn(3, 8)}, "out_a"),
+    ("merge_attention", {"out_b": randn(2, 3, 4, 7)}, "out_b"),
+    ("merge_attention", {"out_b": randn(2, 3, 4, 8, dtype=F16)}, "out_a and out_b"),
+    ("merge_attention", {"out_a": torch.zeros(2, 3, 4, 8, dtype=INT32)}, "out_a"),
+    ("merge_attention", {"lse_a": randn(2, 3, 4)}, "lse_a"),
+    ("merge_attention", {"lse_b": randn(4, 6)}, "lse_b"),
+    ("merge_attention", {"lse_b": randn(2, 4, 3, dtype=F64)}, "lse_b"),
+    ("merge_attention", {"lse_a": randn(2, 4, 3, dtype=BF16)}, "lse_a"),
+]  # fmt: skip
+
+
+def _describe(value) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return str(value) if not isinstance(value, tuple) else ",".join(_describe(v) for v in value)
+
+
+def _id(case) -> str:
+    op, wrong, _ = case
+    return f"{op}-" + ",".join(f"{name}={_describe(value)}" for name, value in wrong.items())
+
+
+@pytest.mark.parametrize("case", BAD, ids=_id)
+def test_bad_argument(case):
+    op, wrong, argument = case
+    arguments = {**good()[op], **wrong}
+    tensors = {name: t for name, t in arguments.items() if isinstance(t, torch.Tensor)}
+    before = {name: t.clone() for name, t in tensors.items()}
+    with pytest.raises(RuntimeError) as error:
+        getattr(attn_ext, op)(**arguments)
+    message = str(error.value)
+    assert re.fullmatch(rf"{op}: {argument} must .+, got .+", message), message
+    for name, t in tensors.items():
+        if not t.is_complex() and t.dtype != torch.bool:
+            assert_same_bits(t, before[name], name)
+
+
+@pytest.mark.parametrize("op", good())
+def test_good_arguments_pass(op):
+    """What the table above starts from raises nothing."""
+    getattr(attn_ext, op)(**good()[op])
+
+
+@pytest.mark.parametrize("op", good())
+def test_every_tensor_is_checked_for_its_dtype_and_rank(op):
+    """A tensor of 7 dims, one of an integer or floating dtype where the other kind belongs: each is refused."""
+    arguments = good()[op]
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        other_kind = value.long() if value.is_floating_point() else value.float()
+        for wrong in (value.reshape(*[1] * (7 - value.dim()), *value.shape), other_kind):
+            if name in ("x", "scores") and wrong.dim() == 7:
+                continue  # any number of leading dims is right
+            with pytest.raises(RuntimeError, match=rf"^{op}: .*must .*got "):
+                getattr(attn_ext, op)(**{**arguments, name: wrong})
+
+
+def test_wrong_python_types_are_refused():
+    with pytest.raises((TypeError, RuntimeError)):
+        attn_ext.attention(1.0, 2.0, 3.0)
+    with pytest.raises(TypeError):
+        attn_ext.attention(**good()["attention"], dropout_p=0.1)
+    with pytest.raises(TypeError):
+        attn_ext.qkv_projection(randn(3, 16), randn(48, 16))
+
+
+def test_unknown_backend_lists_the_possible_ones():
+    for name in ("", "cuda9", "AVX2"):
+        with pytest.raises(ValueError, match="scalar"):
+            attn_ext.use_backend(name)
+
+
+def test_use_backend_is_undone():
+    """As a context manager, also when its body raises."""
+    best = attn_ext.backends()[0]
+    with attn_ext.use_backend(best):
+        with pytest.raises(RuntimeError), attn_ext.use_backend("scalar"):
+            assert attn_ext.active_backend() == "scalar"
+            attn_ext.linear(randn(3), randn(3))
+        assert attn_ext.active_backend() == best
