@@ -101,7 +101,8 @@ def build(name, sources, flags=(), jobs=2):
                 old.unlink()
             temporary = library.with_suffix(".tmp")
             subprocess.run(
-                [compiler(), "-shared", "-Wl,-Bsymbolic", "-o", str(temporary), *objects, "-ldl"], check=True
+                [compiler(), "-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", "-o", str(temporary), *objects, "-ldl"],
+                check=True,
             )
             temporary.rename(library)
     return library

@@ -26,7 +26,7 @@ class Library:
             ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p, ctypes.c_int,
         ]  # fmt: skip
         self.lib.simt_seed.argtypes = [ctypes.c_ulonglong]
-        self._dry = False
+        self.runs = True
         self.registered = {}  # name -> bytes, since the last reset
         self.lib.simt_check_outputs.restype = ctypes.c_char_p
         self.lib.simt_launches.restype = ctypes.c_char_p
@@ -46,7 +46,7 @@ class Library:
 
     def dry_run(self, on):
         """Whether launches are only recorded: nothing runs, tensors need not hold memory."""
-        self._dry = on
+        self.runs = not on
         self.lib.simt_dry_run(int(on))
 
     def register(self, name, tensor, kind):
@@ -60,7 +60,7 @@ class Library:
             return
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self.registered[name] = tensor.numel() * tensor.element_size()
-        if self._dry:
+        if not self.runs:
             return
         if kind in ("output", "scratch"):
             ctypes.memset(tensor.data_ptr(), 0xFF, extent * tensor.element_size())
@@ -78,7 +78,7 @@ class Library:
 
     def check_outputs(self):
         """Raises Fault unless every element of every output is written."""
-        message = None if self._dry else self.lib.simt_check_outputs()
+        message = self.lib.simt_check_outputs() if self.runs else None
         if message is not None:
             raise Fault(message.decode())
 
