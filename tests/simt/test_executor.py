@@ -9,7 +9,7 @@ import pytest
 import torch
 from executor import Fault, Library
 
-from build import build, compiler
+from build import ROOT, build, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no host compiler for the executor's kernels")
 
@@ -38,6 +38,11 @@ EXPECTED = {
     "deadlock_at_barrier": "deadlock at a barrier: 32 of 64 threads wait, 32 have exited",
     "different_barriers": "meet at different barriers",
     "misaligned_access": "misaligned global read of 16 bytes",
+    "cp_async_out_of_bounds": "out-of-bounds global read of 16 bytes at byte 512 of 'in', which has 512",
+    "stage_overwritten": "race on shared memory|before cp_async_wait",
+    "store_into_copy_in_flight": "write to shared memory .* while a cp.async into it is in flight",
+    "race_on_output": "race on element (40|104) of 'out'",
+    "constant_read_of_output": "constant read of element .* of 'out', written in this launch",
 }
 
 
@@ -81,6 +86,17 @@ def test_planted_fault_is_reported(faults, fault, seed):
 def test_same_kernel_without_the_fault_passes(faults, fault, seed):
     x, out = run_fault(faults, fault, False, seed)
     assert torch.equal(out, x.view(2, 64).flip(1).flatten())
+
+
+def test_only_the_wrappers_use_what_the_host_compiler_lacks():
+    builtin = (
+        r"\basm\b|\b(thread|block)(Idx|Dim)\b|<<<|"
+        r"\b__(syncthreads|syncwarp|shared__|global__|device__|cvta\w*|\w+_sync)\b"
+    )
+    for source in sorted((ROOT / "csrc/cuda").glob("*.cu*")):
+        if source.name != "simt.cuh":
+            code = re.sub(r"//.*", "", source.read_text())
+            assert not re.search(builtin, code), source
 
 
 def test_library_goes_on_after_a_fault(faults):

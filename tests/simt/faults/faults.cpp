@@ -164,6 +164,50 @@ ATTN_KERNEL(64, 1) misaligned_access(ATTN_CONSTANT_PARAM Params p) {
   simt::st(p.out + first() + tid(), simt::ldg(p.in + first() + 63 - tid()));
 }
 
+ATTN_KERNEL(64, 1) cp_async_out_of_bounds(ATTN_CONSTANT_PARAM Params p) {
+  int shift = p.faulty && first() == 64 ? 4 : 0;
+  if (tid() < 16) simt::cp_async16(tile() + 4 * tid(), p.in + first() + 4 * tid() + shift);  // fault: cp_async_out_of_bounds
+  simt::cp_async_commit();
+  simt::cp_async_wait<0>();
+  simt::sync_threads();
+  simt::st(p.out + first() + tid(), simt::lds(tile() + 63 - tid()));
+}
+
+// The next tile is copied into the stage that other threads still read.
+ATTN_KERNEL(64, 1) stage_overwritten(ATTN_CONSTANT_PARAM Params p) {
+  for (int round = 0; round < 2; ++round) {
+    if (tid() < 16) {
+      simt::cp_async16(tile() + 4 * tid(), p.in + first() + 4 * tid());  // fault: stage_overwritten
+    }
+    simt::cp_async_commit();
+    simt::cp_async_wait<0>();
+    simt::sync_threads();
+    float x = simt::lds(tile() + 63 - tid());  // fault: stage_overwritten
+    if (!p.faulty) simt::sync_threads();
+    if (round == 1) simt::st(p.out + first() + tid(), x);
+  }
+}
+
+ATTN_KERNEL(64, 1) store_into_copy_in_flight(ATTN_CONSTANT_PARAM Params p) {
+  if (tid() < 16) simt::cp_async16(tile() + 4 * tid(), p.in + first() + 4 * tid());
+  simt::cp_async_commit();
+  if (!p.faulty) simt::cp_async_wait<0>();
+  if (tid() == 0) simt::sts(tile(), simt::ldg(p.in + first()));  // fault: store_into_copy_in_flight
+  if (p.faulty) simt::cp_async_wait<0>();
+  simt::sync_threads();
+  simt::st(p.out + first() + tid(), simt::lds(tile() + 63 - tid()));
+}
+
+ATTN_KERNEL(64, 1) race_on_output(ATTN_CONSTANT_PARAM Params p) {
+  simt::st(p.out + first() + tid(), simt::ldg(p.in + first() + 63 - tid()));  // fault: race_on_output
+  if (p.faulty && tid() == 5) simt::st(p.out + first() + 40, simt::ldg(p.in + first() + 23));  // fault: race_on_output
+}
+
+ATTN_KERNEL(64, 1) constant_read_of_output(ATTN_CONSTANT_PARAM Params p) {
+  simt::st(p.out + first() + tid(), simt::ldg(p.in + first() + 63 - tid()));
+  if (p.faulty) simt::ldg(p.out + first() + tid());  // fault: constant_read_of_output
+}
+
 using Kernel = void (*)(const Params);
 
 const char* run(Kernel kernel, const float* in, float* out, int faulty) {
@@ -199,3 +243,8 @@ ENTRY(input_written)
 ENTRY(deadlock_at_barrier)
 ENTRY(different_barriers)
 ENTRY(misaligned_access)
+ENTRY(cp_async_out_of_bounds)
+ENTRY(stage_overwritten)
+ENTRY(store_into_copy_in_flight)
+ENTRY(race_on_output)
+ENTRY(constant_read_of_output)
