@@ -41,7 +41,8 @@ struct MmaShape {
 
   // Shared memory, in this order. Q's space is the output's at the end.
   static constexpr int kQBytes = kRows * D * 2, kKBytes = kStep * D * 2, kVBytes = kKBytes;
-  static constexpr int kTotalBytes = kRows * D * 4;  // only where a block walks several splits; then pages
+  // Values and states over the splits so far, where a block walks several. Then the pages.
+  static constexpr int kTotalValues = kRows * D * 4, kTotalBytes = kTotalValues + kRows * int(sizeof(SoftmaxState));
 };
 
 // ---- tiles in shared memory ------------------------------------------------------------------------------------------
@@ -50,11 +51,19 @@ struct MmaShape {
 template <int D>
 struct TileRows {
   static constexpr int kChunks = D / 8;
-  static constexpr int kSpread = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks % 2 == 0 ? 2 : 1;
+  static constexpr int kSpread = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;
+  static_assert(kChunks % 2 == 0);
 
   // Where 16-byte chunk `chunk` of `row` lies.
   ATTN_DEVICE static int offset(int row, int chunk) {
     return row * (2 * D) + 16 * (chunk ^ (row / (8 / kSpread) % kSpread));
+  }
+  // The same of row first_row + lane_row and chunk 2 pair + side, for first_row a multiple of 8 and pair known to the
+  // compiler: the lane's part is the same for many of them.
+  ATTN_DEVICE static int offset(int first_row, int lane_row, int pair, int side) {
+    const int chunk = 2 * pair, swizzle = lane_row / (8 / kSpread) % kSpread;
+    return first_row * (2 * D) + 16 * (chunk / kSpread * kSpread) + lane_row * (2 * D) +
+           16 * ((chunk % kSpread + side) ^ swizzle);
   }
 };
 
@@ -157,6 +166,14 @@ ATTN_DEVICE void clear(float (&x)[m][n][4]) {
   }
 }
 
+// Nothing seen.
+template <class C>
+ATTN_DEVICE void reset(typename C::States& state, typename C::Out& out) {
+  clear(out);
+  ATTN_UNROLL
+  for (int m = 0; m < C::kMTiles; ++m) state[m][0] = state[m][1] = SoftmaxState{-kInf, 0.0f};
+}
+
 // s = the warp's rows of Q times K^T
 template <class C>
 ATTN_DEVICE void multiply_keys(const char* queries, const char* keys, typename C::Scores& s) {
@@ -167,11 +184,11 @@ ATTN_DEVICE void multiply_keys(const char* queries, const char* keys, typename C
     uint32_t a[C::kMTiles][4];
     ATTN_UNROLL
     for (int m = 0; m < C::kMTiles; ++m)
-      simt::ldmatrix_x4(a[m], queries + TileRows<C::D>::offset(warp_row + 16 * m + lane % 16, 2 * k + lane / 16));
+      simt::ldmatrix_x4(a[m], queries + TileRows<C::D>::offset(warp_row + 16 * m, lane % 16, k, lane / 16));
     ATTN_UNROLL
     for (int n = 0; n < C::kNBlocks; n += 2) {
       uint32_t b[4];
-      simt::ldmatrix_x4(b, keys + TileRows<C::D>::offset(8 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+      simt::ldmatrix_x4(b, keys + TileRows<C::D>::offset(8 * n, lane % 8 + lane / 16 * 8, k, lane / 8 % 2));
       ATTN_UNROLL
       for (int m = 0; m < C::kMTiles; ++m) {
         simt::mma_m16n8k16<typename C::T>(s[m][n], a[m], b[0], b[1]);
@@ -200,7 +217,7 @@ ATTN_DEVICE void multiply_values(const typename C::Scores& p, const char* values
     ATTN_UNROLL
     for (int n = 0; n < C::kDBlocks; n += 2) {
       uint32_t b[4];
-      simt::ldmatrix_x4_trans(b, values + TileRows<C::D>::offset(16 * k + lane % 16, n + lane / 16));
+      simt::ldmatrix_x4_trans(b, values + TileRows<C::D>::offset(16 * k, lane % 16, n / 2, lane / 16));
       ATTN_UNROLL
       for (int m = 0; m < C::kMTiles; ++m) {
         simt::mma_m16n8k16<T>(out[m][n], a[m], b[0], b[1]);
@@ -210,10 +227,10 @@ ATTN_DEVICE void multiply_values(const typename C::Scores& p, const char* values
   }
 }
 
-// The row of the sequence and KV head that fragment row (m, half) of this lane is.
+// The row of the tile that fragment row (m, half) of this lane is.
 template <class C>
-ATTN_DEVICE int fragment_row(const Tile& t, int m, int half) {
-  return t.first_row + simt::warp() * C::kWarpRows + 16 * m + 8 * half + simt::lane() / 4;
+ATTN_DEVICE int tile_row(int m, int half) {
+  return simt::warp() * C::kWarpRows + 16 * m + 8 * half + simt::lane() / 4;
 }
 
 // Masks and transforms the scores of keys first ... Bit 16 half + 2 n + e of seen[m] tells that the row of (m, half) sees
@@ -230,7 +247,7 @@ ATTN_DEVICE void transform_tile(const AttentionWork& w, const Tile& t, int first
       float x[2 * C::kNBlocks];
       ATTN_UNROLL
       for (int i = 0; i < 2 * C::kNBlocks; ++i) x[i] = s[m][i / 2][2 * half + i % 2];
-      transform_scores<typename C::T>(w, t, query_row(w, t, fragment_row<C>(t, m, half)),
+      transform_scores<typename C::T>(w, t, query_row(w, t, t.first_row + tile_row<C>(m, half)),
                                       [&](int i) { return column + i / 2 * 8 + i % 2; }, x);
       ATTN_UNROLL
       for (int i = 0; i < 2 * C::kNBlocks; ++i) {
@@ -254,16 +271,24 @@ ATTN_DEVICE void weigh(float c, typename C::Scores& s, typename C::States& state
       for (int n = 0; n < C::kNBlocks; ++n)
         max = simt::max(max, simt::max(s[m][n][2 * half], s[m][n][2 * half + 1]));
       factor[half] = raise(state[m][half], quad_max(max), c);
-      const float base = softmax_base(state[m][half].max, c);
+      max = state[m][half].max;
+      const float base = softmax_base(max, c);
+      if (is_huge(base)) {
+        ATTN_UNROLL
+        for (int i = 0; i < 2 * C::kNBlocks; ++i) {
+          float& x = s[m][i / 2][2 * half + i % 2];
+          x = softmax_weight_huge(x, c, max);
+        }
+      } else {
+        ATTN_UNROLL
+        for (int i = 0; i < 2 * C::kNBlocks; ++i) {
+          float& x = s[m][i / 2][2 * half + i % 2];
+          x = softmax_weight(x, c, base);
+        }
+      }
       float sum = 0.0f;
       ATTN_UNROLL
-      for (int n = 0; n < C::kNBlocks; ++n) {
-        float& x = s[m][n][2 * half];
-        float& y = s[m][n][2 * half + 1];
-        x = softmax_weight(x, c, base);
-        y = softmax_weight(y, c, base);
-        sum += x + y;
-      }
+      for (int n = 0; n < C::kNBlocks; ++n) sum += s[m][n][2 * half] + s[m][n][2 * half + 1];
       state[m][half].sum = simt::fma(state[m][half].sum, factor[half], sum);
     }
     if (simt::any(factor[0] != 1.0f || factor[1] != 1.0f)) {
@@ -309,17 +334,24 @@ ATTN_DEVICE void add_specials(const Row& row, const uint32_t (&seen)[C::kMTiles]
 
 // ---- results ---------------------------------------------------------------------------------------------------------
 
-// out and state over all splits so far: those in (total, total_state) and the last one. Every thread keeps its own part.
+// Adds what merge_total's `total` holds, the splits before, to state and out. Every thread keeps its own part of the
+// values, a quad the state of its rows.
 template <class C>
-ATTN_DEVICE void merge_total(const char* total, float c, typename C::States& total_state,
-                             const typename C::States& state, typename C::Out& out) {
-  const int thread = int(simt::thread_idx().x);
+ATTN_DEVICE void merge_total(const char* total, float c, typename C::States& state, typename C::Out& out) {
+  const simt::Float4* const values = reinterpret_cast<const simt::Float4*>(total) + simt::thread_idx().x;
+  const SoftmaxState* const states = reinterpret_cast<const SoftmaxState*>(total + C::kTotalValues);
   ATTN_UNROLL
   for (int m = 0; m < C::kMTiles; ++m) {
-    const SoftmaxFactors f[2] = {merge(total_state[m][0], state[m][0], c), merge(total_state[m][1], state[m][1], c)};
+    SoftmaxFactors f[2];
+    ATTN_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      SoftmaxState before = simt::lds(states + tile_row<C>(m, half));
+      f[half] = merge(before, state[m][half], c);
+      state[m][half] = before;
+    }
     ATTN_UNROLL
     for (int n = 0; n < C::kDBlocks; ++n) {
-      const auto before = simt::lds(reinterpret_cast<const simt::Float4*>(total) + (m * C::kDBlocks + n) * C::kThreads + thread);
+      const simt::Float4 before = simt::lds(values + (m * C::kDBlocks + n) * C::kThreads);
       float* o = out[m][n];
       o[0] = merge_values(before.x, o[0], f[0]);
       o[1] = merge_values(before.y, o[1], f[0]);
@@ -327,18 +359,22 @@ ATTN_DEVICE void merge_total(const char* total, float c, typename C::States& tot
       o[3] = merge_values(before.w, o[3], f[1]);
     }
   }
+  simt::sync_warp();
 }
 
 template <class C>
-ATTN_DEVICE void store_total(char* total, const typename C::Out& out) {
-  const int thread = int(simt::thread_idx().x);
+ATTN_DEVICE void store_total(char* total, const typename C::States& state, const typename C::Out& out) {
+  simt::Float4* const values = reinterpret_cast<simt::Float4*>(total) + simt::thread_idx().x;
+  SoftmaxState* const states = reinterpret_cast<SoftmaxState*>(total + C::kTotalValues);
   ATTN_UNROLL
   for (int m = 0; m < C::kMTiles; ++m) {
     ATTN_UNROLL
+    for (int half = 0; half < 2; ++half)
+      if (simt::lane() % 4 == 0) simt::sts(states + tile_row<C>(m, half), state[m][half]);
+    ATTN_UNROLL
     for (int n = 0; n < C::kDBlocks; ++n) {
       const float* o = out[m][n];
-      simt::sts(reinterpret_cast<simt::Float4*>(total) + (m * C::kDBlocks + n) * C::kThreads + thread,
-                simt::Float4{o[0], o[1], o[2], o[3]});
+      simt::sts(values + (m * C::kDBlocks + n) * C::kThreads, simt::Float4{o[0], o[1], o[2], o[3]});
     }
   }
 }
@@ -352,7 +388,7 @@ ATTN_DEVICE void store_partial(const AttentionWork& w, const Tile& t, const type
   for (int m = 0; m < C::kMTiles; ++m) {
     ATTN_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const int row = fragment_row<C>(t, m, half);
+      const int row = t.first_row + tile_row<C>(m, half);
       if (row >= t.rows) continue;
       const int64_t index = t.partial(w, row);
       if (column == 0) simt::st(w.partial_state + index, state[m][half]);
@@ -375,14 +411,14 @@ ATTN_DEVICE void store_out(const AttentionWork& w, const Tile& t, char* tile, co
   for (int m = 0; m < C::kMTiles; ++m) {
     ATTN_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const int row = fragment_row<C>(t, m, half);
+      const int row = t.first_row + tile_row<C>(m, half);
       const QueryRow q = query_row(w, t, row);
       const SoftmaxResult result = finish(state[m][half], sink_of(w.p, q.head), w.score);
       if (lane % 4 == 0 && row < t.rows) store_lse(w.p, t, q, result.lse);
       ATTN_UNROLL
       for (int n = 0; n < C::kDBlocks; ++n) {
         const float* o = out[m][n] + 2 * half;
-        char* to = tile + TileRows<C::D>::offset(warp_row + 16 * m + 8 * half + lane / 4, n) + lane % 4 * 4;
+        char* to = tile + TileRows<C::D>::offset(tile_row<C>(m, half), n) + lane % 4 * 4;
         simt::sts(reinterpret_cast<uint32_t*>(to), simt::pack2<T>(o[0] * result.factor, o[1] * result.factor));
       }
     }
@@ -427,10 +463,8 @@ ATTN_KERNEL(C::kThreads, C::kMinBlocks) attention_mma_kernel(ATTN_CONSTANT_PARAM
   int* const pages = reinterpret_cast<int*>(total + (w.splits == 1 && w.p.Tk > kSplit ? C::kTotalBytes : 0));
 
   typename C::Out out;
-  typename C::States state, total_state;
-  clear(out);
-  ATTN_UNROLL
-  for (int m = 0; m < C::kMTiles; ++m) state[m][0] = state[m][1] = SoftmaxState{-kInf, 0.0f};
+  typename C::States state;
+  reset<C>(state, out);
 
   // The pages of a step are looked up one step ahead, into alternating halves of `pages`.
   int own_pages[kOwnPages];
@@ -475,7 +509,6 @@ ATTN_KERNEL(C::kThreads, C::kMinBlocks) attention_mma_kernel(ATTN_CONSTANT_PARAM
     copy_keys(begin);
   }
 
-  bool has_total = false;
   ATTN_NO_UNROLL
   for (int first = begin; first < end; first += kStep) {
     const int next = first + kStep;
@@ -515,21 +548,10 @@ ATTN_KERNEL(C::kThreads, C::kMinBlocks) attention_mma_kernel(ATTN_CONSTANT_PARAM
       for (int half = 0; half < 2; ++half) state[m][half].sum = quad_sum(state[m][half].sum);
     }
     if (!several_splits) continue;
-    if (has_total)
-      merge_total<C>(total, w.score.c, total_state, state, out);
-    ATTN_UNROLL
-    for (int m = 0; m < C::kMTiles; ++m) {
-      ATTN_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        if (!has_total) total_state[m][half] = state[m][half];
-        state[m][half] = more ? SoftmaxState{-kInf, 0.0f} : total_state[m][half];
-      }
-    }
-    if (more) {
-      store_total<C>(total, out);
-      clear(out);
-    }
-    has_total = true;
+    if (first >= (begin / kSplit + 1) * kSplit) merge_total<C>(total, w.score.c, state, out);
+    if (!more) continue;
+    store_total<C>(total, state, out);
+    reset<C>(state, out);
   }
 
   if (w.splits > 1)

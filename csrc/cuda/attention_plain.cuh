@@ -119,8 +119,12 @@ ATTN_DEVICE void weigh(float c, PlainShared& shared, SoftmaxState (&state)[Plain
   for (int r = 0; r < C::kWarpRows; ++r) {
     const float factor = raise(state[r], warp_max(simt::max(x[0][r], x[1][r])), c);
     const float base = softmax_base(state[r].max, c);
+    const bool huge = is_huge(base);
     ATTN_UNROLL
-    for (int i = 0; i < 2; ++i) x[i][r] = x[i][r] == -kInf ? -0.0f : softmax_weight(x[i][r], c, base);
+    for (int i = 0; i < 2; ++i)
+      x[i][r] = x[i][r] == -kInf ? -0.0f
+                : huge           ? softmax_weight_huge(x[i][r], c, state[r].max)
+                                 : softmax_weight(x[i][r], c, base);
     state[r].sum = simt::fma(state[r].sum, factor, warp_sum(x[0][r] + x[1][r]));
     if (lane == 0) simt::sts(&shared.mine[row + r], factor);
   }

@@ -7,8 +7,11 @@
 // Weights are powers of two: a score x weighs 2^(x c - max c) with c = log2(e) times the unit of x. A row that has seen
 // no key keeps max -inf and sum 0, and finishes with factor 0 and lse -inf.
 //
-// Every product that is added to something is an explicit fma, so that all kernels that hold such a state round alike,
-// and one of them can finish what another began.
+// max c is rounded. That is a common factor of all weights and cancels, unless max c is so large that the rounding alone
+// moves weights by powers of two: then (x - max) c takes its place.
+//
+// All kernels that hold such a state round alike (products that are added are an explicit fma, and nvcc is told to fuse
+// no others), so that one of them can finish what another began.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -30,21 +33,33 @@ struct SoftmaxFactors {
   float mine, other;
 };
 
+constexpr float kHugeExponent = 1 << 20;
+
 // max c, the exponent that every weight is relative to; 0 while nothing is seen.
 ATTN_DEVICE float softmax_base(float max, float c) { return max == -kInf ? 0.0f : max * c; }
 
+ATTN_DEVICE bool is_huge(float base) { return !(base > -kHugeExponent && base < kHugeExponent); }
+
+// The weight of x where the maximum is max, which is not -inf, and max c is (not) huge.
 ATTN_DEVICE float softmax_weight(float x, float c, float base) { return simt::ex2(simt::fma(x, c, -base)); }
+ATTN_DEVICE float softmax_weight_huge(float x, float c, float max) { return simt::ex2((x - max) * c); }
+
+// What weights relative to `before` are to be multiplied by when the maximum becomes `max`.
+ATTN_DEVICE float rescale_factor(float before, float max, float c) {
+  if (before == max) return 1.0f;
+  const float from = softmax_base(before, c), to = softmax_base(max, c);
+  return before == -kInf || is_huge(from) || is_huge(to) ? softmax_weight_huge(before, c, max) : simt::ex2(from - to);
+}
 
 ATTN_DEVICE float raise(SoftmaxState& state, float step_max, float c) {
   const float before = state.max;
   state.max = simt::max(before, step_max);
-  return state.max == before ? 1.0f : softmax_weight(before, c, softmax_base(state.max, c));
+  return rescale_factor(before, state.max, c);
 }
 
 ATTN_DEVICE SoftmaxFactors merge(SoftmaxState& state, const SoftmaxState& other, float c) {
-  const float max = simt::max(state.max, other.max), base = softmax_base(max, c);
-  const SoftmaxFactors f{state.max == max ? 1.0f : softmax_weight(state.max, c, base),
-                         other.max == max ? 1.0f : softmax_weight(other.max, c, base)};
+  const float max = simt::max(state.max, other.max);
+  const SoftmaxFactors f{rescale_factor(state.max, max, c), rescale_factor(other.max, max, c)};
   state = {max, simt::fma(state.sum, f.mine, other.sum * f.other)};
   return f;
 }
