@@ -8,6 +8,11 @@ import attn_ext
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def _backends() -> list[str]:
+    """The CPU backends of this machine; `cuda` where there is a GPU and the build has kernels for it."""
+    return attn_ext.backends() + (["cuda"] if attn_ext._C.cuda_built and torch.cuda.is_available() else [])
+
+
 def _dtypes(backend: str) -> list[torch.dtype]:
     """float64 exists on the scalar backend only."""
     return [*DTYPES, torch.float64] if backend == "scalar" else DTYPES
@@ -29,17 +34,22 @@ def pytest_generate_tests(metafunc):
     own = {name for mark in metafunc.definition.iter_markers("parametrize") for name in _argument_names(mark.args[0])}
     wants = set(metafunc.fixturenames) - own
     if "backend" in wants and "dtype" in wants:
-        pairs = [(backend, dtype) for backend in attn_ext.backends() for dtype in _dtypes(backend)]
+        pairs = [(backend, dtype) for backend in _backends() for dtype in _dtypes(backend)]
         metafunc.parametrize("backend,dtype", pairs, ids=lambda value: _name(value), indirect=["backend"])
     elif "backend" in wants:
-        metafunc.parametrize("backend", attn_ext.backends(), indirect=True)
+        metafunc.parametrize("backend", _backends(), indirect=True)
     elif "dtype" in wants:
         metafunc.parametrize("dtype", DTYPES, ids=_name)
 
 
 @pytest.fixture
 def backend(request):
-    """The name of a backend, in force while the test runs."""
+    """The name of a backend, in force while the test runs; with `cuda`, tensors are made on the GPU."""
+    if request.param == "cuda":
+        torch.set_default_device("cuda")
+        yield request.param
+        torch.set_default_device(None)
+        return
     with attn_ext.use_backend(request.param):
         yield request.param
 
