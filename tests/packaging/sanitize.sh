@@ -13,7 +13,8 @@ python=$(command -v "${PYTHON:-python}")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" -m pip install --quiet --no-deps --target "$work/site" --config-settings=cmake.define.ATTN_EXT_SANITIZE=ON "$root"
+"$python" -m pip install --quiet --no-deps --target "$work/site" --config-settings=cmake.define.ATTN_EXT_SANITIZE=ON \
+  --config-settings=cmake.define.ATTN_EXT_CUDA=off "$root"
 
 # The sanitizers come first in a process that was not linked with them; their throw needs libstdc++ beside them.
 libraries=$(for name in libasan.so libubsan.so libstdc++.so; do "${CXX:-c++}" -print-file-name="$name"; done)
