@@ -168,7 +168,7 @@ ATTN_DEVICE void store_weights(const SoftmaxArgs& a, const Row<T>& row, int64_t 
 // ---- a warp a row --------------------------------------------------------------------------------------------------
 
 template <class T>
-ATTN_KERNEL(32 * kRowWarps, 4)
+ATTN_KERNEL(32 * kRowWarps, 5)
 softmax_warp_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
   constexpr int chunks = kRegisterColumns / kChunk<T>;
   const int64_t rows = a.p.B0 * a.p.B1 * a.p.Tq;
@@ -237,7 +237,7 @@ ATTN_DEVICE float over_warps(float* values, float mine, const F& f) {
 }
 
 template <class T>
-ATTN_KERNEL(kBlockThreads, 3)
+ATTN_KERNEL(kBlockThreads, 4)
 softmax_block_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
   constexpr int step = kBlockWarps * kChunk<T>;  // columns between a warp's chunks
   float* maxima = reinterpret_cast<float*>(ATTN_SHARED);
