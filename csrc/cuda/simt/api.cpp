@@ -1,5 +1,7 @@
 // The executor's C functions, for the tests: buffers, the schedule's seed, what went wrong, what
 // was counted.
+#include <algorithm>
+
 #include "state.h"
 
 #define SIMT_EXPORT extern "C" __attribute__((visibility("default")))
@@ -11,8 +13,7 @@ using namespace simt::host;
 std::string error, json;
 
 void field(const char* name, unsigned long long value) {
-  json +=
-      std::string(json.back() == '{' ? "" : ", ") + "\"" + name + "\": " + std::to_string(value);
+  json += std::string(json.back() == '{' ? "" : ", ") + "\"" + name + "\": " + std::to_string(value);
 }
 
 void text(const char* name, const std::string& value) {
@@ -40,8 +41,7 @@ const char* guarded(void (*body)(void*), void* context) {
 
 }  // namespace simt
 
-SIMT_EXPORT void simt_register(void* p, size_t bytes, int element_size, const char* name,
-                               int kind) {
+SIMT_EXPORT void simt_register(void* p, size_t bytes, int element_size, const char* name, int kind) {
   register_buffer(p, bytes, element_size, name, Kind(kind));
 }
 
@@ -57,7 +57,9 @@ SIMT_EXPORT void simt_seed(unsigned long long value) { seed = value; }
 // Launches are recorded with their grid and checked, and no thread runs.
 SIMT_EXPORT void simt_dry_run(int on) { dry_run = on; }
 
-SIMT_EXPORT void simt_device(int sms, int max_shared, int cc) { device = {sms, max_shared, cc}; }
+SIMT_EXPORT void simt_device(int sms, int max_shared, int cc) {
+  device = {sms, std::min(max_shared, largest_shared), cc};
+}
 
 // Null when every element of every output is written, else the message.
 SIMT_EXPORT const char* simt_check_outputs() {

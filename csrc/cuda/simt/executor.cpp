@@ -71,37 +71,24 @@ bool vote, vote_result;
 Where barrier_where;
 
 bool same_place(const Where& a, const Where& b) {
-  if (std::bit_cast<const void*>(a) == std::bit_cast<const void*>(b))
-    return true;  // one static record
+  if (std::bit_cast<const void*>(a) == std::bit_cast<const void*>(b)) return true;  // one static record
   return a.line() == b.line() && a.column() == b.column() && !strcmp(a.file_name(), b.file_name());
 }
 
 const char* name_of(Op op) {
   switch (op) {
-    case Op::shfl:
-      return "shfl";
-    case Op::shfl_xor:
-      return "shfl_xor";
-    case Op::shfl_down:
-      return "shfl_down";
-    case Op::shfl_up:
-      return "shfl_up";
-    case Op::ballot:
-      return "vote";
-    case Op::sync_warp:
-      return "sync_warp";
-    case Op::ldmatrix_x2:
-      return "ldmatrix_x2";
-    case Op::ldmatrix_x4:
-      return "ldmatrix_x4";
-    case Op::ldmatrix_x2_trans:
-      return "ldmatrix_x2_trans";
-    case Op::ldmatrix_x4_trans:
-      return "ldmatrix_x4_trans";
-    case Op::mma_bf16:
-      return "mma_m16n8k16<bf16>";
-    case Op::mma_f16:
-      return "mma_m16n8k16<f16>";
+    case Op::shfl: return "shfl";
+    case Op::shfl_xor: return "shfl_xor";
+    case Op::shfl_down: return "shfl_down";
+    case Op::shfl_up: return "shfl_up";
+    case Op::ballot: return "vote";
+    case Op::sync_warp: return "sync_warp";
+    case Op::ldmatrix_x2: return "ldmatrix_x2";
+    case Op::ldmatrix_x4: return "ldmatrix_x4";
+    case Op::ldmatrix_x2_trans: return "ldmatrix_x2_trans";
+    case Op::ldmatrix_x4_trans: return "ldmatrix_x4_trans";
+    case Op::mma_bf16: return "mma_m16n8k16<bf16>";
+    case Op::mma_f16: return "mma_m16n8k16<f16>";
   }
   return "?";
 }
@@ -110,8 +97,8 @@ std::string kernel_name(const void* kernel) {
   Dl_info info;
   if (!dladdr(kernel, &info) || !info.dli_sname) return "kernel";
   int status;
-  std::unique_ptr<char, void (*)(void*)> demangled(
-      abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status), free);
+  std::unique_ptr<char, void (*)(void*)> demangled(abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status),
+                                                   free);
   std::string name = status == 0 ? demangled.get() : info.dli_sname;
   if (name.rfind("void ", 0) == 0) name.erase(0, 5);
   int depth = 0;  // the parameter list starts at the first parenthesis outside template arguments
@@ -124,8 +111,7 @@ std::string kernel_name(const void* kernel) {
 }
 
 Index index_of(u64 linear) {
-  return {u32(linear % grid_size.x), u32(linear / grid_size.x % grid_size.y),
-          u32(linear / grid_size.x / grid_size.y)};
+  return {u32(linear % grid_size.x), u32(linear / grid_size.x % grid_size.y), u32(linear / grid_size.x / grid_size.y)};
 }
 
 // ---- schedule
@@ -144,9 +130,7 @@ int pick_lane(const Warp& warp, int lane) {
   return (std::countr_zero(std::rotr(warp.ready, start)) + start) % 32;
 }
 
-Thread* pick_in(int warp_id, int lane) {
-  return &threads[32 * warp_id + pick_lane(warps[warp_id], lane)];
-}
+Thread* pick_in(int warp_id, int lane) { return &threads[32 * warp_id + pick_lane(warps[warp_id], lane)]; }
 
 // A warp that can run, the next one or a random one; -1: none.
 int pick_warp(int after) {
@@ -173,13 +157,12 @@ void run_next() {
   for (int i = 0; i < thread_count && !stuck; ++i) {
     if (threads[i].state == Thread::at_barrier) stuck = &threads[i];
   }
-  fault(stuck, stuck->where, "deadlock at a barrier: %d of %d threads wait, %d have exited",
-        waiting, thread_count, exited);
+  fault(stuck, stuck->where, "deadlock at a barrier: %d of %d threads wait, %d have exited", waiting, thread_count,
+        exited);
 }
 
 [[noreturn]] void diverged(const Warp& warp, const Thread* other) {
-  std::string where =
-      other->state == Thread::exited ? "has exited" : "waits at the barrier at " + at(other->where);
+  std::string where = other->state == Thread::exited ? "has exited" : "waits at the barrier at " + at(other->where);
   fault(current, warp.where, "lanes diverge at a warp collective: %d lanes wait at %s, lane %d %s",
         std::popcount(warp.arrived), name_of(warp.op), other->lane, where.c_str());
 }
@@ -204,8 +187,7 @@ void arrive_at_barrier(const Where& where) {
   if (waiting == 0) {
     barrier_where = where;
   } else if (!same_place(where, barrier_where)) {
-    fault(t, where, "threads of a block meet at different barriers, others at %s",
-          at(barrier_where).c_str());
+    fault(t, where, "threads of a block meet at different barriers, others at %s", at(barrier_where).c_str());
   }
   t->warp->ready &= ~(1u << t->lane);
   if (++waiting < thread_count) return run_next();
@@ -259,8 +241,7 @@ void execute(Warp& w) {
     case Op::ldmatrix_x4_trans: {
       int matrices = w.op == Op::ldmatrix_x4 || w.op == Op::ldmatrix_x4_trans ? 4 : 2;
       ldmatrix_read(current->warp_id, w.row, matrices, w.where);
-      warp_ops::ldmatrix(w.a, w.row, matrices,
-                         w.op == Op::ldmatrix_x2_trans || w.op == Op::ldmatrix_x4_trans);
+      warp_ops::ldmatrix(w.a, w.row, matrices, w.op == Op::ldmatrix_x2_trans || w.op == Op::ldmatrix_x4_trans);
       ++counters.ldmatrix;
       break;
     }
@@ -311,14 +292,11 @@ u64 random() {
   return random_state >> 11;
 }
 
-std::string at(const Where& where) {
-  return std::string(where.file_name()) + ":" + std::to_string(where.line());
-}
+std::string at(const Where& where) { return std::string(where.file_name()) + ":" + std::to_string(where.line()); }
 
 std::string block_name(u32 serial) {
   Index i = index_of(block_order[serial - launch_first_serial]);
-  return "block (" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) +
-         ")";
+  return "block (" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
 }
 
 void fault(const Thread* thread, const Where& where, const char* format, ...) {
@@ -344,8 +322,8 @@ void collective(Op op, const Where& where) {
     w.op = op;
     w.where = where;
   } else if (op != w.op || !same_place(where, w.where)) {
-    fault(t, where, "lanes diverge at a warp collective: lane %d meets %s, others %s at %s",
-          t->lane, name_of(op), name_of(w.op), at(w.where).c_str());
+    fault(t, where, "lanes diverge at a warp collective: lane %d meets %s, others %s at %s", t->lane, name_of(op),
+          name_of(w.op), at(w.where).c_str());
   }
   u32 bit = 1u << t->lane;
   w.arrived |= bit;
@@ -374,8 +352,8 @@ bool sync_threads_or(bool predicate, const Where& where) {
   return vote_result;
 }
 
-void launch(const void* kernel, Dim grid, Dim block, size_t shared_bytes, const Where& where,
-            void (*body)(void*), void* context) {
+void launch(const void* kernel, Dim grid, Dim block, size_t shared_bytes, const Where& where, void (*body)(void*),
+            void* context) {
   static std::unique_ptr<fiber::Stacks> stacks;  // as many as the largest block so far
   counters = {};
   counters.kernel = kernel_name(kernel);
@@ -386,16 +364,13 @@ void launch(const void* kernel, Dim grid, Dim block, size_t shared_bytes, const 
   if (running) fault(nullptr, where, "a launch inside a launch");
   u64 blocks = u64(grid.x) * grid.y * grid.z;
   if (blocks == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
-    fault(nullptr, where, "grid (%u, %u, %u) is not in 1..(2147483647, 65535, 65535)", grid.x,
-          grid.y, grid.z);
+    fault(nullptr, where, "grid (%u, %u, %u) is not in 1..(2147483647, 65535, 65535)", grid.x, grid.y, grid.z);
   }
   if (block.y != 1 || block.z != 1 || block.x == 0 || block.x % 32 || block.x > max_threads) {
-    fault(nullptr, where, "block (%u, %u, %u) is not (a multiple of 32 up to 1024, 1, 1)", block.x,
-          block.y, block.z);
+    fault(nullptr, where, "block (%u, %u, %u) is not (a multiple of 32 up to 1024, 1, 1)", block.x, block.y, block.z);
   }
   if (shared_bytes > size_t(device.max_shared)) {
-    fault(nullptr, where, "%zu bytes of shared memory, the device has %d", shared_bytes,
-          device.max_shared);
+    fault(nullptr, where, "%zu bytes of shared memory, the device has %d", shared_bytes, device.max_shared);
   }
   if (dry_run) {
     launches.push_back(counters);
@@ -425,8 +400,7 @@ void launch(const void* kernel, Dim grid, Dim block, size_t shared_bytes, const 
   launch_first_serial = block_serial + 1;
   begin_launch_memory();
   running = true;
-  for (u64 i = 0; i < blocks && failure.empty(); ++i)
-    run_block(block_order[i], shared_bytes, *stacks);
+  for (u64 i = 0; i < blocks && failure.empty(); ++i) run_block(block_order[i], shared_bytes, *stacks);
   running = false;
   counters.exp = exp_count;
   if (!failure.empty()) {

@@ -23,8 +23,7 @@ class Stacks {
  public:
   static constexpr size_t size = 192 * 1024, page = 4096;
   explicit Stacks(int n) : n_(n) {
-    void* p = mmap(nullptr, n * size, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* p = mmap(nullptr, n * size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
     base_ = static_cast<char*>(p);
     for (int i = 0; i < n; ++i) mprotect(base_ + i * size, page, PROT_NONE);

@@ -84,8 +84,8 @@ extern Device device;
 extern u64 exp_count;
 
 // Runs body(context) as every thread of the grid.
-void launch(const void* kernel, Dim grid, Dim block, size_t shared_bytes, const Where& where,
-            void (*body)(void*), void* context);
+void launch(const void* kernel, Dim grid, Dim block, size_t shared_bytes, const Where& where, void (*body)(void*),
+            void* context);
 
 void sync_threads(const Where& where);
 bool sync_threads_or(bool predicate, const Where& where);
@@ -99,8 +99,7 @@ void global_write(void* p, int bytes, const Where& where);
 void global_atomic(void* p, int bytes, const Where& where);
 void shared_read(const void* p, int bytes, const Where& where);
 void shared_write(void* p, int bytes, const Where& where);
-void cp_async(void* shared_ptr, const void* global_ptr, int bytes, int src_bytes,
-              const Where& where);
+void cp_async(void* shared_ptr, const void* global_ptr, int bytes, int src_bytes, const Where& where);
 void cp_async_commit();
 void cp_async_wait(int pending);
 
@@ -136,8 +135,7 @@ void ldmatrix(u32 (&r)[N], int matrices, const void* row, bool transposed, const
   for (int i = 0; i < N; ++i) r[i] = w.a[i][lane];
 }
 
-inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bool is_bf16,
-                const Where& where) {
+inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bool is_bf16, const Where& where) {
   Warp& w = *current->warp;
   int lane = current->lane;
   for (int i = 0; i < 4; ++i) {

@@ -14,7 +14,6 @@ namespace simt {
 namespace host {
 namespace {
 
-constexpr size_t max_shared = 228 * 1024;
 constexpr u32 in_flight = 0xffffffffu;  // write time of bytes that a cp.async will write
 constexpr u16 many_warps = 0xffff,
               lanes_of = 0x8000;    // readers of a unit, beside a thread's number
@@ -180,15 +179,13 @@ bool ordered(const Thread& t, int writer, u32 time) {
   return writer / 32 == t.warp_id && time < t.warp->since;
 }
 
-size_t shared_offset(const Thread& t, const void* p, int bytes, const char* what,
-                     const Where& where) {
+size_t shared_offset(const Thread& t, const void* p, int bytes, const char* what, const Where& where) {
   size_t offset = size_t(static_cast<const char*>(p) - shared_base);
   if (offset >= shared_size || offset + bytes > shared_size) {
-    fault(&t, where, "out-of-bounds shared %s of %d bytes at offset %lld, the block has %zu bytes",
-          what, bytes, (long long)offset, shared_size);
+    fault(&t, where, "out-of-bounds shared %s of %d bytes at offset %lld, the block has %zu bytes", what, bytes,
+          (long long)offset, shared_size);
   }
-  if (offset % bytes)
-    fault(&t, where, "misaligned shared %s of %d bytes at offset %zu", what, bytes, offset);
+  if (offset % bytes) fault(&t, where, "misaligned shared %s of %d bytes at offset %zu", what, bytes, offset);
   return offset;
 }
 
@@ -205,11 +202,10 @@ void read_shared(const Thread& t, const void* p, int bytes, u16 site, const Wher
   for (size_t i = offset / 2; i <= (offset + bytes - 1) / 2; ++i) {
     SharedUnit& u = shared_shadow[i];
     if (u.written == in_flight) {
-      fault(&t, where, "read of shared memory at offset %zu before cp_async_wait; copied at %s",
-            2 * i, at(copy_into(threads[u.writer], 2 * i)).c_str());
+      fault(&t, where, "read of shared memory at offset %zu before cp_async_wait; copied at %s", 2 * i,
+            at(copy_into(threads[u.writer], 2 * i)).c_str());
     }
-    if (u.written < block_start)
-      fault(&t, where, "read of shared memory never written, at offset %zu", 2 * i);
+    if (u.written < block_start) fault(&t, where, "read of shared memory never written, at offset %zu", 2 * i);
     if (!ordered(t, u.writer, u.written)) {
       fault(&t, where,
             "race on shared memory at offset %zu: read with no barrier after the write by thread "
@@ -246,9 +242,8 @@ void write_shared(const Thread& t, void* p, int bytes, u32 time, u16 site, const
     }
     bool my_warp = u.reader == (lanes_of | t.warp_id) || u.reader / 32 == t.warp_id;
     if (u.reader != t.id && u.read >= since_block && !(my_warp && u.read < t.warp->since)) {
-      fault(&t, where,
-            "race on shared memory at offset %zu: written with no barrier after the read at %s",
-            2 * i, at(sites.place(u.read_site)).c_str());
+      fault(&t, where, "race on shared memory at offset %zu: written with no barrier after the read at %s", 2 * i,
+            at(sites.place(u.read_site)).c_str());
     }
     u.written = time;
     u.writer = u16(t.id);
@@ -259,30 +254,27 @@ void write_shared(const Thread& t, void* p, int bytes, u32 time, u16 site, const
 // ---- global memory
 // ----------------------------------------------------------------------------------------------------
 
-Buffer& find(const Thread& t, const void* pointer, int bytes, int alignment, const char* what,
-             const Where& where) {
+Buffer& find(const Thread& t, const void* pointer, int bytes, int alignment, const char* what, const Where& where) {
   const char* p = static_cast<const char*>(pointer);
   Buffer* b = last_buffer;
   if (!b || p < b->base || p + bytes > b->base + b->bytes) {
-    auto after = std::upper_bound(buffers.begin(), buffers.end(), p,
-                                  [](const char* x, const Buffer& y) { return x < y.base; });
+    auto after =
+        std::upper_bound(buffers.begin(), buffers.end(), p, [](const char* x, const Buffer& y) { return x < y.base; });
     if (after == buffers.begin()) {
-      fault(&t, where, "out-of-bounds global %s of %d bytes at %p, before every buffer", what,
-            bytes, pointer);
+      fault(&t, where, "out-of-bounds global %s of %d bytes at %p, before every buffer", what, bytes, pointer);
     }
     b = &*(after - 1);
     if (p + bytes > b->base + b->bytes) {
-      std::string next = after == buffers.end()
-                             ? ""
-                             : ", " + std::to_string(after->base - p) + " before " + after->name;
-      fault(&t, where, "out-of-bounds global %s of %d bytes at byte %lld of '%s', which has %zu%s",
-            what, bytes, (long long)(p - b->base), b->name.c_str(), b->bytes, next.c_str());
+      std::string next =
+          after == buffers.end() ? "" : ", " + std::to_string(after->base - p) + " before " + after->name;
+      fault(&t, where, "out-of-bounds global %s of %d bytes at byte %lld of '%s', which has %zu%s", what, bytes,
+            (long long)(p - b->base), b->name.c_str(), b->bytes, next.c_str());
     }
     last_buffer = b;
   }
   if (u64(p) % alignment) {
-    fault(&t, where, "misaligned global %s of %d bytes at byte %lld of '%s'", what, bytes,
-          (long long)(p - b->base), b->name.c_str());
+    fault(&t, where, "misaligned global %s of %d bytes at byte %lld of '%s'", what, bytes, (long long)(p - b->base),
+          b->name.c_str());
   }
   return *b;
 }
@@ -296,8 +288,7 @@ void each_unit(Buffer& b, const void* p, int bytes, F f) {
 
 bool in_launch(u32 serial) { return serial >= launch_first_serial; }
 
-void read_global(const Thread& t, const void* p, int bytes, int alignment, bool constant,
-                 const Where& where) {
+void read_global(const Thread& t, const void* p, int bytes, int alignment, bool constant, const Where& where) {
   Buffer& b = find(t, p, bytes, alignment, "read", where);
   log(t, sites.number(where, Access::load), Access::load, p, bytes, &b);
   each_unit(b, p, bytes, [&](GlobalUnit& u, size_t i) {
@@ -306,15 +297,13 @@ void read_global(const Thread& t, const void* p, int bytes, int alignment, bool 
     }
     if (in_launch(u.write_block)) {
       bool other = u.write_block != block_serial;
-      if (constant ||
-          (other ? !acquired : u.writer != atomically && !ordered(t, u.writer, u.written))) {
+      if (constant || (other ? !acquired : u.writer != atomically && !ordered(t, u.writer, u.written))) {
         fault(&t, where, "%s element %zu of '%s', written in this launch by %s%s at %s",
               constant ? "constant read of"
               : other  ? "read of"
                        : "read with no barrier of",
               i, b.name.c_str(), block_name(u.write_block).c_str(),
-              other ? "" : (", thread " + std::to_string(u.writer)).c_str(),
-              at(sites.place(u.write_site)).c_str());
+              other ? "" : (", thread " + std::to_string(u.writer)).c_str(), at(sites.place(u.write_site)).c_str());
       }
     }
     if (!in_launch(u.read_block) || u.read_block == block_serial) u.read_block = block_serial;
@@ -337,9 +326,8 @@ void write_global(const Thread& t, void* p, int bytes, bool atomic, const Where&
     bool was_atomic = u.writer == atomically;
     if (in_launch(u.write_block) && !(was_atomic && acquired)) {
       if (u.write_block != block_serial) {
-        fault(&t, where, "element %zu of '%s' written by two blocks, before by %s at %s", i,
-              b.name.c_str(), block_name(u.write_block).c_str(),
-              at(sites.place(u.write_site)).c_str());
+        fault(&t, where, "element %zu of '%s' written by two blocks, before by %s at %s", i, b.name.c_str(),
+              block_name(u.write_block).c_str(), at(sites.place(u.write_site)).c_str());
       }
       if (!ordered(t, u.writer, u.written)) {
         fault(&t, where,
@@ -349,8 +337,8 @@ void write_global(const Thread& t, void* p, int bytes, bool atomic, const Where&
       }
     }
     if (in_launch(u.read_block) && u.read_block != block_serial && !acquired) {
-      fault(&t, where, "element %zu of '%s' written, and read in the same launch by %s", i,
-            b.name.c_str(), block_name(u.read_block).c_str());
+      fault(&t, where, "element %zu of '%s' written, and read in the same launch by %s", i, b.name.c_str(),
+            block_name(u.read_block).c_str());
     }
     u.write_block = block_serial;
     u.written = now;
@@ -403,9 +391,7 @@ void global_read(const void* p, int bytes, bool constant, const Where& where) {
   read_global(*current, p, bytes, bytes, constant, where);
 }
 
-void global_write(void* p, int bytes, const Where& where) {
-  write_global(*current, p, bytes, false, where);
-}
+void global_write(void* p, int bytes, const Where& where) { write_global(*current, p, bytes, false, where); }
 
 void global_atomic(void* p, int bytes, const Where& where) {
   write_global(*current, p, bytes, true, where);
@@ -424,18 +410,16 @@ void shared_write(void* p, int bytes, const Where& where) {
   log(*current, site, Access::shared_store, p, bytes, nullptr);
 }
 
-void cp_async(void* shared_ptr, const void* global_ptr, int bytes, int src_bytes,
-              const Where& where) {
+void cp_async(void* shared_ptr, const void* global_ptr, int bytes, int src_bytes, const Where& where) {
   Thread& t = *current;
-  if (src_bytes < 0 || src_bytes > bytes)
-    fault(&t, where, "cp.async of %d bytes from %d", bytes, src_bytes);
+  if (src_bytes < 0 || src_bytes > bytes) fault(&t, where, "cp.async of %d bytes from %d", bytes, src_bytes);
   if (src_bytes > 0) read_global(t, global_ptr, src_bytes, bytes, false, where);
   u16 site = sites.number(where, Access::shared_store);
   write_shared(t, shared_ptr, bytes, in_flight, site, where);
   log(t, site, Access::shared_store, shared_ptr, bytes, nullptr);
   std::memset(shared_ptr, 0xff, bytes);
-  t.copies.push_back({static_cast<char*>(shared_ptr), static_cast<const char*>(global_ptr), bytes,
-                      src_bytes, t.groups, where});
+  t.copies.push_back(
+      {static_cast<char*>(shared_ptr), static_cast<const char*>(global_ptr), bytes, src_bytes, t.groups, where});
 }
 
 void cp_async_commit() { ++current->groups; }
@@ -489,20 +473,18 @@ std::string unwritten_output() {
     auto first = std::find_if(b.shadow.begin(), b.shadow.end(), unwritten) - b.shadow.begin();
     std::string launched = launches.empty() ? "no launch" : launches.back().where;
     std::string kernel = launches.empty() ? "" : " [kernel " + launches.back().kernel + "]";
-    return launched + ": " + std::to_string(count) + " of " + std::to_string(b.shadow.size()) +
-           " elements of '" + b.name + "' never written, the first is " + std::to_string(first) +
-           kernel;
+    return launched + ": " + std::to_string(count) + " of " + std::to_string(b.shadow.size()) + " elements of '" +
+           b.name + "' never written, the first is " + std::to_string(first) + kernel;
   }
   return "";
 }
 
 void begin_launch_memory() {
   if (!shared_base) {
-    void* p = mmap(nullptr, max_shared + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                   -1, 0);
+    void* p = mmap(nullptr, largest_shared, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
     shared_base = static_cast<char*>(p);
-    shared_shadow.resize(max_shared / 2);
+    shared_shadow.resize(largest_shared / 2);
   }
   for (Buffer& b : buffers) b.traffic = {};
 }

@@ -35,6 +35,8 @@ struct Counters {
   std::map<std::string, Traffic> traffic;  // by buffer
 };
 
+constexpr int largest_shared = 228 * 1024;  // of any device, bytes
+
 enum class Kind : int {
   input,    // the kernels may not write it
   output,   // unwritten at first; every element must be written
@@ -56,8 +58,7 @@ extern Thread* threads;          // of the block
 u64 random();
 
 // Ends the launch; message formatted as by printf.
-[[noreturn]] __attribute__((format(printf, 3, 4))) void fault(const Thread* thread,
-                                                              const Where& where,
+[[noreturn]] __attribute__((format(printf, 3, 4))) void fault(const Thread* thread, const Where& where,
                                                               const char* format, ...);
 std::string at(const Where& where);
 std::string block_name(u32 serial);

@@ -31,8 +31,7 @@ inline uint16_t bf16_of_float(float x) {
 
 inline float float_of_f16(uint16_t h) {
   uint32_t u = uint32_t(h & 0x7fff) << 13;
-  float magnitude =
-      (h & 0x7c00) == 0x7c00 ? float_of_bits(u | 0x7f800000u) : float_of_bits(u) * 0x1p112f;
+  float magnitude = (h & 0x7c00) == 0x7c00 ? float_of_bits(u | 0x7f800000u) : float_of_bits(u) * 0x1p112f;
   return float_of_bits(bits_of(magnitude) | uint32_t(h & 0x8000) << 16);
 }
 
@@ -41,8 +40,7 @@ inline uint16_t f16_of_float(float x) {
   u &= 0x7fffffffu;
   if (u > 0x7f800000u) return 0x7fff;
   if (u >= 0x477ff000u) return uint16_t(sign | 0x7c00);  // 65520 and more round to infinity
-  if (u <
-      0x38800000u) {  // below 2^-14 one unit is 2^-24, which is also one unit of floats in [0.5, 1)
+  if (u < 0x38800000u) {  // below 2^-14 one unit is 2^-24, which is also one unit of floats in [0.5, 1)
     return uint16_t(sign | (bits_of(float_of_bits(u) + 0.5f) - bits_of(0.5f)));
   }
   return uint16_t(sign | (u + 0xfffu + ((u >> 13) & 1) - 0x38000000u) >> 13);
@@ -64,8 +62,7 @@ inline void ldmatrix(uint32_t (*r)[32], const char* const* rows, int matrices, b
 
 // c += a b in float32, k in ascending order. Read along the lanes, a register of a or b is an 8x8
 // matrix of 16-bit elements in row order, so no lane arithmetic is needed.
-inline void mma_m16n8k16(float (*c)[32], const uint32_t (*a)[32], const uint32_t (*b)[32],
-                         bool is_bf16) {
+inline void mma_m16n8k16(float (*c)[32], const uint32_t (*a)[32], const uint32_t (*b)[32], bool is_bf16) {
   typedef float Row __attribute__((vector_size(32)));  // 8 columns
   float A[16][16], B[16][8];
   uint16_t tile[64];
