@@ -85,3 +85,9 @@ class Library:
     def launches(self):
         """What each launch since the last reset did: a list of dicts, see csrc/cuda/simt/state.h."""
         return json.loads(self.lib.simt_launches().decode())
+
+
+def far_apart(t, distance=2**31 + 8):
+    """`t` with its parts along the first dimension so many elements apart, in memory that nothing else touches."""
+    buffer = torch.empty((t.shape[0] - 1) * distance + t[0].numel(), dtype=t.dtype)
+    return buffer.as_strided(t.shape, (distance, *t[0].contiguous().stride())).copy_(t)

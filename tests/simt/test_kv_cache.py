@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 from build import ROOT, build, compiler
-from executor import Library
+from executor import Library, far_apart
 from params import make
 
 from attn_ext import reference
@@ -35,13 +35,19 @@ def in_units(t):
     return t.view(torch.float32) if t.element_size() == 8 else t
 
 
+def register_cache(library, name, cache):
+    """As one buffer, unless its blocks are far apart."""
+    for part in in_units(cache) if cache.stride(0) > 2**30 else [in_units(cache)]:
+        library.register(name, part, "inout")
+
+
 def append_kv(library, key, value, key_cache, value_cache, slots, seed):
     library.reset()
     library.seed(seed)
     for name, tensor in dict(key=key, value=value, slots=slots).items():
         library.register(name, tensor, "input")
-    library.register("key_cache", in_units(key_cache), "inout")
-    library.register("value_cache", in_units(value_cache), "inout")
+    register_cache(library, "key_cache", key_cache)
+    register_cache(library, "value_cache", value_cache)
     params = make(
         "AppendKvParams", element_size=key.element_size(), tokens=key.shape[0], Hkv=key.shape[1], D=key.shape[2],
         block_size=key_cache.shape[1], num_blocks=key_cache.shape[0], key=key, value=value,
@@ -67,6 +73,16 @@ def test_append_kv(library, element, layout, tokens, heads, head_dim, block_size
         append_kv(library, *rows, *caches, slots, seed)
         for cache, right in zip(caches, expected, strict=True):
             assert torch.equal(cache, right)
+
+
+def test_offsets_beyond_32_bits(library):
+    rows = [torch.randn(2, 2, 8).bfloat16() for _ in range(2)]
+    caches = [far_apart(torch.randn(2, 4, 2, 8).bfloat16()) for _ in range(2)]
+    append_kv(library, *map(far_apart, rows), *caches, torch.tensor([3, 6]), 0)
+    for cache, row in zip(caches, rows, strict=True):
+        assert torch.equal(cache[0, 3], row[0]) and torch.equal(cache[1, 2], row[1])
+    copy_blocks(library, caches[0], torch.tensor([[0, 1]]), 0)
+    assert torch.equal(caches[0][1], caches[0][0])
 
 
 def test_append_kv_keeps_to_the_cache(library):
@@ -104,7 +120,7 @@ def copy_blocks(library, cache, pairs, seed):
     blocks, block_size, heads, head_dim = cache.shape
     held = torch.empty(len(pairs) * block_size * heads * head_dim, dtype=cache.dtype)
     library.register("pairs", pairs, "input")
-    library.register("cache", in_units(cache), "inout")
+    register_cache(library, "cache", cache)
     library.register("held", in_units(held), "scratch")
     params = make(
         "CopyBlocksParams", element_size=cache.element_size(), pairs=len(pairs), block_size=block_size, Hkv=heads,

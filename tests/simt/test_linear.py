@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 from build import ROOT, build, compiler
-from executor import Library
+from executor import Library, far_apart
 from params import Activation, make
 from tolerance import assert_as_accurate_as_torch, assert_same_bits
 
@@ -140,6 +140,12 @@ def test_bits_of_a_row_and_column_are_their_own(library, dtype, K):
     for columns in [slice(0, 40), slice(3, 136), slice(131, 132)]:
         y = linear(library, x, weight[columns], bias[columns], residual=residual[:, columns], **options)
         assert_same_bits(y, whole[:, columns])
+
+
+def test_offsets_beyond_32_bits(library):
+    x, weight, residual = (torch.randn(2, n).bfloat16() for n in (40, 40, 2))
+    right = check(library, x, weight, residual=residual)
+    assert_same_bits(linear(library, far_apart(x), far_apart(weight), residual=far_apart(residual)), right)
 
 
 def test_nan_of_other_rows_stays_there(library, dtype):

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 from build import ROOT, build, compiler
-from executor import Library
+from executor import Library, far_apart
 from params import make
 from tolerance import assert_as_accurate_as_torch, assert_same_bits
 
@@ -123,6 +123,13 @@ def test_bits_of_a_row_are_its_own(library, dtype, Tk):
     for b, i in [(0, 0), (1, 3)]:
         row = masked_softmax(library, scores[b : b + 1, 1:, i : i + 1], mask[b : b + 1, :, i : i + 1], seed=b + 1)
         assert_same_bits(row, whole[b : b + 1, 1:, i : i + 1])
+
+
+@pytest.mark.parametrize("Tk", [70, 1100])
+def test_offsets_beyond_32_bits(library, Tk):
+    scores, mask = torch.randn(2, 1, 3, Tk).bfloat16(), torch.randn(2, 1, 3, Tk).bfloat16()
+    right = check(library, scores, mask)
+    assert_same_bits(masked_softmax(library, far_apart(scores), far_apart(mask)), right)
 
 
 def test_nothing_launches_nothing(library):
