@@ -5,6 +5,12 @@ strides that have a unit last one, computes scores, softmax and sums in float32 
 results whose bits depend on a row's own inputs only: not on the batch, the page layout, the chunking of a prefill or
 the number of threads. A bad argument raises RuntimeError with one line that names the op, the argument, the rule and
 what it got, before anything is written. `attn_ext.reference` holds the definition of each op.
+
+On a CUDA device there is no float64, and what index tensors hold (slots, positions, block tables, lengths, block pairs)
+is not checked: reading it would make the host wait for the device, and keep the op out of CUDA graphs. The kernels
+guard it instead: a slot or block outside the cache is skipped, a length is cut to what the tensors hold. Pass
+`max_seqlen_q` and `max_seqlen_k` where you know them; without them the number of rows is the bound, and a mask or bias
+that is shorter makes the op read the lengths after all. Slots and copy destinations must not repeat.
 """
 
 from __future__ import annotations
