@@ -62,12 +62,14 @@ struct Operand {
   static constexpr int kBytes = kRows * kDepth * 2;
   static_assert(kThreads % kChunks == 0 && kRows % kRowStep == 0);
 
+  const T* base;          // an address for copies that read nothing
   const T* row[kCopies];  // null past the end
   bool vector;
 
   // row_of(r): pointer to row r of the slice, or null.
   template <class RowOf>
-  ATTN_DEVICE Operand(bool vector, const RowOf& row_of) : vector(vector) {
+  ATTN_DEVICE Operand(const void* base, bool vector, const RowOf& row_of)
+      : base(static_cast<const T*>(base)), vector(vector) {
     ATTN_UNROLL
     for (int i = 0; i < kCopies; ++i) row[i] = row_of(int(simt::thread_idx().x) / kChunks + i * kRowStep);
   }
@@ -82,7 +84,7 @@ struct Operand {
       char* to = stage + (r * kChunks + (chunk ^ swizzle<kDepth>(r))) * 16;
       const bool inside = row[i] && k < K;
       if (vector) {
-        simt::cp_async16(to, inside ? row[i] + k : stand_in(), inside ? 16 : 0);
+        simt::cp_async16(to, inside ? row[i] + k : base, inside ? 16 : 0);
       } else {
         uint32_t words[4] = {};
         if (inside) {
@@ -94,9 +96,6 @@ struct Operand {
       }
     }
   }
-
-  const T* base;
-  ATTN_DEVICE const T* stand_in() const { return base; }  // an address for copies that read nothing
 };
 
 // A tile of kM x kN with slices kDepth deep; each warp computes kWarpM x kWarpN of it.
@@ -119,23 +118,17 @@ struct TensorTile {
   float sums[kBlocksM][kBlocksN][4];
 
   ATTN_DEVICE TensorTile(const ProductArgs& a, int64_t m, const Columns<kN>& columns)
-      : x(a.vector_x,
-          [&](int r) {
-            const T* base = static_cast<const T*>(a.p.gemm.x);
-            return m + r < a.p.gemm.M ? base + (m + r) * a.p.gemm.x_stride : nullptr;
-          }),
-        weight(a.vector_weight,
+      : x(a.p.gemm.x, a.vector_x,
+          [&](int r) { return m + r < a.p.gemm.M ? x.base + (m + r) * a.p.gemm.x_stride : nullptr; }),
+        weight(a.p.gemm.weight, a.vector_weight,
                [&](int r) {
                  const int64_t n = columns.of(r);
-                 return n >= 0 ? static_cast<const T*>(a.p.gemm.weight) + n * a.p.gemm.weight_stride : nullptr;
+                 return n >= 0 ? weight.base + n * a.p.gemm.weight_stride : nullptr;
                }),
         K(a.p.gemm.K),
         row(simt::warp() / kWarpsN * kWarpM),
         column(simt::warp() % kWarpsN * kWarpN),
-        sums{} {
-    x.base = static_cast<const T*>(a.p.gemm.x);
-    weight.base = static_cast<const T*>(a.p.gemm.weight);
-  }
+        sums{} {}
 
   ATTN_DEVICE void load(char* stage, int64_t k) const {
     x.load(stage, k, K);
