@@ -22,18 +22,18 @@ AttentionKernel mma_kernel() {
           C::kStep, C::kMinBlocks};
 }
 
-// Tiles: a decode step has few rows; where it has at most 16, a warp is a block. Otherwise 32 rows a warp use every
+// A decode step has few rows; where it has at most 16, they fit the smallest tile. Otherwise 32 rows a warp use every
 // fragment of K and V twice, as far as registers allow.
 template <class T, int D>
 AttentionKernel mma_kernel_of(int64_t rows) {
-  constexpr int step = D <= 128 ? 64 : 32;
-  if (rows <= 16) return mma_kernel<MmaShape<T, D, 1, 1, step>>();
+  constexpr int step = D <= 128 ? 64 : 32, column_warps = D <= 128 ? 1 : 2;
+  if (rows <= 16) return mma_kernel<MmaShape<T, D, 1, column_warps, 1, step>>();
   if constexpr (D <= 64)
-    return mma_kernel<MmaShape<T, D, 4, 2, step>>();
+    return mma_kernel<MmaShape<T, D, 4, 1, 2, step>>();
   else if constexpr (D <= 128)
-    return mma_kernel<MmaShape<T, D, 4, 1, step>>();
+    return mma_kernel<MmaShape<T, D, 4, 1, 1, step>>();
   else
-    return mma_kernel<MmaShape<T, D, 2, 1, step>>();
+    return mma_kernel<MmaShape<T, D, 2, column_warps, 1, step>>();
 }
 
 template <class T>

@@ -19,21 +19,23 @@
 
 namespace attn_ext::cuda {
 
-// Geometry of one instantiation.
-template <class T_, int D_, int kWarps_, int kMTiles_, int kStep_>
+// Geometry of one instantiation. kRowWarps x kColumnWarps warps: those with the same rows all compute the scores, and
+// share the columns of the output, whose accumulators would not fit the registers of one.
+template <class T_, int D_, int kRowWarps_, int kColumnWarps_, int kMTiles_, int kStep_>
 struct MmaShape {
   using T = T_;
   static constexpr int D = D_;
-  static constexpr int kWarps = kWarps_;
+  static constexpr int kRowWarps = kRowWarps_, kColumnWarps = kColumnWarps_;
   static constexpr int kMTiles = kMTiles_;  // m16 tiles of a warp
   static constexpr int kStep = kStep_;      // keys
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kMinBlocks = kWarps == 1 ? 8 : 2;  // per multiprocessor: 255 registers a thread
+  static constexpr int kThreads = 32 * kRowWarps * kColumnWarps;
+  static constexpr int kMinBlocks = 256 / kThreads;  // per multiprocessor: 255 registers a thread
   static constexpr int kWarpRows = 16 * kMTiles;
-  static constexpr int kRows = kWarpRows * kWarps;
+  static constexpr int kRows = kWarpRows * kRowWarps;
+  static constexpr int kColumns = D / kColumnWarps;  // of the output, of a warp
   static constexpr int kNBlocks = kStep / 8;  // n8 blocks of S
-  static constexpr int kDBlocks = D / 8;      // n8 blocks of O
-  static_assert(D % 16 == 0 && kStep % 16 == 0 && kStep <= 64 && kSplit % kStep == 0);
+  static constexpr int kDBlocks = kColumns / 8;  // n8 blocks of O
+  static_assert(kColumns % 16 == 0 && kStep % 16 == 0 && kStep <= 64 && kSplit % kStep == 0);
 
   using Scores = float[kMTiles][kNBlocks][4];  // accumulator fragments
   using Out = float[kMTiles][kDBlocks][4];
@@ -42,7 +44,7 @@ struct MmaShape {
   // Shared memory, in this order. Q's space is the output's at the end.
   static constexpr int kQBytes = kRows * D * 2, kKBytes = kStep * D * 2, kVBytes = kKBytes;
   // Values and states over the splits so far, where a block walks several. Then the pages.
-  static constexpr int kTotalValues = kRows * D * 4, kTotalBytes = kTotalValues + kRows * int(sizeof(SoftmaxState));
+  static constexpr int kTotalValues = kRows * D * 4, kTotalBytes = kTotalValues + kColumnWarps * kRows * int(sizeof(SoftmaxState));
 };
 
 // ---- tiles in shared memory ------------------------------------------------------------------------------------------
@@ -154,6 +156,22 @@ ATTN_DEVICE float quad_sum(float x) {
   return x + simt::shfl_xor(x, 2);
 }
 
+// The first row of the tile, and the first column of the output, that is this warp's.
+template <class C>
+ATTN_DEVICE int first_warp_row() {
+  return simt::warp() / C::kColumnWarps * C::kWarpRows;
+}
+template <class C>
+ATTN_DEVICE int first_warp_column() {
+  return simt::warp() % C::kColumnWarps * C::kColumns;
+}
+
+// The row of the tile that fragment row (m, half) of this lane is.
+template <class C>
+ATTN_DEVICE int tile_row(int m, int half) {
+  return first_warp_row<C>() + 16 * m + 8 * half + simt::lane() / 4;
+}
+
 template <int m, int n>
 ATTN_DEVICE void clear(float (&x)[m][n][4]) {
   ATTN_UNROLL
@@ -177,7 +195,7 @@ ATTN_DEVICE void reset(typename C::States& state, typename C::Out& out) {
 // s = the warp's rows of Q times K^T
 template <class C>
 ATTN_DEVICE void multiply_keys(const char* queries, const char* keys, typename C::Scores& s) {
-  const int lane = simt::lane(), warp_row = simt::warp() * C::kWarpRows;
+  const int lane = simt::lane(), warp_row = first_warp_row<C>();
   clear(s);
   ATTN_UNROLL
   for (int k = 0; k < C::D / 16; ++k) {
@@ -203,6 +221,7 @@ template <class C>
 ATTN_DEVICE void multiply_values(const typename C::Scores& p, const char* values, typename C::Out& out) {
   using T = typename C::T;
   const int lane = simt::lane();
+  values += 2 * first_warp_column<C>();
   ATTN_UNROLL
   for (int k = 0; k < C::kStep / 16; ++k) {
     uint32_t a[C::kMTiles][4];
@@ -225,12 +244,6 @@ ATTN_DEVICE void multiply_values(const typename C::Scores& p, const char* values
       }
     }
   }
-}
-
-// The row of the tile that fragment row (m, half) of this lane is.
-template <class C>
-ATTN_DEVICE int tile_row(int m, int half) {
-  return simt::warp() * C::kWarpRows + 16 * m + 8 * half + simt::lane() / 4;
 }
 
 // Masks and transforms the scores of keys first ... Bit 16 half + 2 n + e of seen[m] tells that the row of (m, half) sees
@@ -315,7 +328,7 @@ ATTN_DEVICE void add_specials(const Row& row, const uint32_t (&seen)[C::kMTiles]
       any |= sees[m];
     }
     if (!any) continue;
-    const typename C::T* values = row(j) + lane % 4 * 2;
+    const typename C::T* values = row(j) + first_warp_column<C>() + lane % 4 * 2;
     ATTN_UNROLL
     for (int n = 0; n < C::kDBlocks; ++n) {
       ATTN_UNROLL
@@ -339,7 +352,7 @@ ATTN_DEVICE void add_specials(const Row& row, const uint32_t (&seen)[C::kMTiles]
 template <class C>
 ATTN_DEVICE void merge_total(const char* total, float c, typename C::States& state, typename C::Out& out) {
   const simt::Float4* const values = reinterpret_cast<const simt::Float4*>(total) + simt::thread_idx().x;
-  const SoftmaxState* const states = reinterpret_cast<const SoftmaxState*>(total + C::kTotalValues);
+  const SoftmaxState* const states = reinterpret_cast<const SoftmaxState*>(total + C::kTotalValues) + simt::warp() % C::kColumnWarps * C::kRows;
   ATTN_UNROLL
   for (int m = 0; m < C::kMTiles; ++m) {
     SoftmaxFactors f[2];
@@ -365,7 +378,7 @@ ATTN_DEVICE void merge_total(const char* total, float c, typename C::States& sta
 template <class C>
 ATTN_DEVICE void store_total(char* total, const typename C::States& state, const typename C::Out& out) {
   simt::Float4* const values = reinterpret_cast<simt::Float4*>(total) + simt::thread_idx().x;
-  SoftmaxState* const states = reinterpret_cast<SoftmaxState*>(total + C::kTotalValues);
+  SoftmaxState* const states = reinterpret_cast<SoftmaxState*>(total + C::kTotalValues) + simt::warp() % C::kColumnWarps * C::kRows;
   ATTN_UNROLL
   for (int m = 0; m < C::kMTiles; ++m) {
     ATTN_UNROLL
@@ -383,7 +396,7 @@ ATTN_DEVICE void store_total(char* total, const typename C::States& state, const
 template <class C>
 ATTN_DEVICE void store_partial(const AttentionWork& w, const Tile& t, const typename C::States& state,
                                const typename C::Out& out) {
-  const int column = simt::lane() % 4 * 2;
+  const int column = first_warp_column<C>() + simt::lane() % 4 * 2;
   ATTN_UNROLL
   for (int m = 0; m < C::kMTiles; ++m) {
     ATTN_UNROLL
@@ -401,33 +414,33 @@ ATTN_DEVICE void store_partial(const AttentionWork& w, const Tile& t, const type
   }
 }
 
-// Divides by the sum, and writes the warp's rows by way of its part of `tile`, for whole 16-byte vectors.
+// Divides by the sum, and writes the warp's part of the output by way of `tile`, for whole 16-byte vectors.
 template <class C>
 ATTN_DEVICE void store_out(const AttentionWork& w, const Tile& t, char* tile, const typename C::States& state,
-                           typename C::Out& out) {
+                           const typename C::Out& out) {
   using T = typename C::T;
-  const int lane = simt::lane(), warp_row = simt::warp() * C::kWarpRows;
+  const int lane = simt::lane(), column = first_warp_column<C>();
+  if constexpr (C::kColumnWarps > 1) simt::sync_threads();  // others may still read these rows of Q
   ATTN_UNROLL
   for (int m = 0; m < C::kMTiles; ++m) {
     ATTN_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const int row = t.first_row + tile_row<C>(m, half);
-      const QueryRow q = query_row(w, t, row);
+      const int row = tile_row<C>(m, half);
+      const QueryRow q = query_row(w, t, t.first_row + row);
       const SoftmaxResult result = finish(state[m][half], sink_of(w.p, q.head), w.score);
-      if (lane % 4 == 0 && row < t.rows) store_lse(w.p, t, q, result.lse);
+      if (column == 0 && lane % 4 == 0 && t.first_row + row < t.rows) store_lse(w.p, t, q, result.lse);
       ATTN_UNROLL
       for (int n = 0; n < C::kDBlocks; ++n) {
         const float* o = out[m][n] + 2 * half;
-        char* to = tile + TileRows<C::D>::offset(tile_row<C>(m, half), n) + lane % 4 * 4;
+        char* to = tile + TileRows<C::D>::offset(row, column / 8 + n) + lane % 4 * 4;
         simt::sts(reinterpret_cast<uint32_t*>(to), simt::pack2<T>(o[0] * result.factor, o[1] * result.factor));
       }
     }
   }
   simt::sync_warp();
-  constexpr int chunks = TileRows<C::D>::kChunks;
   ATTN_NO_UNROLL
-  for (int i = lane; i < C::kWarpRows * chunks; i += 32) {
-    const int row = warp_row + i / chunks, chunk = i % chunks;
+  for (int i = lane; i < C::kWarpRows * C::kDBlocks; i += 32) {
+    const int row = first_warp_row<C>() + i / C::kDBlocks, chunk = column / 8 + i % C::kDBlocks;
     if (t.first_row + row >= t.rows) continue;
     T* to = output_row<T>(w.p, t, query_row(w, t, t.first_row + row)) + 8 * chunk;
     const simt::U32x4 v = simt::lds128(tile + TileRows<C::D>::offset(row, chunk));

@@ -69,6 +69,7 @@ class AttentionOps:
         max_seqlen_k=None, causal=True, return_lse=False, **options,
     ):  # fmt: skip
         out = q.new_empty(q.shape)
+        block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
         indices = dict(block_table=block_table, seq_lens=seq_lens)
         fields = dict(
             B=len(seq_lens), Tk=max_seqlen_k or max(seq_lens.tolist(), default=0), num_blocks=key_cache.shape[0],
