@@ -28,8 +28,7 @@
 #define ATTN_DEVICE __device__ __forceinline__
 #define ATTN_HOST_DEVICE __host__ __device__ __forceinline__
 // ATTN_KERNEL(128, 2) name(args): at most 128 threads, at least 2 blocks per multiprocessor.
-#define ATTN_KERNEL(max_threads, min_blocks) \
-  __global__ void __launch_bounds__(max_threads, min_blocks)
+#define ATTN_KERNEL(max_threads, min_blocks) __global__ void __launch_bounds__(max_threads, min_blocks)
 #define ATTN_CONSTANT_PARAM const __grid_constant__  // kernel parameter that is only read
 #define ATTN_UNROLL _Pragma("unroll")
 #define ATTN_NO_UNROLL _Pragma("unroll 1")
@@ -406,18 +405,15 @@ ATTN_DEVICE void sts128(void* p, U32x4 value SIMT_WHERE) {
 // the first src_bytes are read, the rest becomes zero. The data are there after cp_async_wait, and
 // for other threads after a barrier that follows it.
 template <int Bytes>
-ATTN_DEVICE void cp_async(void* shared_ptr, const void* global_ptr,
-                          int src_bytes = Bytes SIMT_WHERE) {
+ATTN_DEVICE void cp_async(void* shared_ptr, const void* global_ptr, int src_bytes = Bytes SIMT_WHERE) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "cp.async copies 4, 8 or 16 bytes");
 #ifdef __CUDACC__
   u32 dst = u32(__cvta_generic_to_shared(shared_ptr));
   if constexpr (Bytes == 16) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
-                 "l"(global_ptr), "r"(src_bytes)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(global_ptr), "r"(src_bytes)
                  : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(global_ptr),
-                 "n"(Bytes), "r"(src_bytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(global_ptr), "n"(Bytes), "r"(src_bytes)
                  : "memory");
   }
 #else
@@ -425,8 +421,7 @@ ATTN_DEVICE void cp_async(void* shared_ptr, const void* global_ptr,
 #endif
 }
 
-ATTN_DEVICE void cp_async16(void* shared_ptr, const void* global_ptr,
-                            int src_bytes = 16 SIMT_WHERE) {
+ATTN_DEVICE void cp_async16(void* shared_ptr, const void* global_ptr, int src_bytes = 16 SIMT_WHERE) {
   cp_async<16>(shared_ptr, global_ptr, src_bytes SIMT_AT);
 }
 
@@ -507,8 +502,7 @@ template <class T>
 ATTN_DEVICE void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1 SIMT_WHERE);
 
 template <>
-ATTN_DEVICE void mma_m16n8k16<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0,
-                                    u32 b1 SIMT_WHERE_AGAIN) {
+ATTN_DEVICE void mma_m16n8k16<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1 SIMT_WHERE_AGAIN) {
 #ifdef __CUDACC__
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -521,8 +515,7 @@ ATTN_DEVICE void mma_m16n8k16<bf16>(float (&c)[4], const u32 (&a)[4], u32 b0,
 }
 
 template <>
-ATTN_DEVICE void mma_m16n8k16<f16>(float (&c)[4], const u32 (&a)[4], u32 b0,
-                                   u32 b1 SIMT_WHERE_AGAIN) {
+ATTN_DEVICE void mma_m16n8k16<f16>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1 SIMT_WHERE_AGAIN) {
 #ifdef __CUDACC__
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -671,8 +664,7 @@ ATTN_DEVICE Float2 unpack2(u32 x) {
 
 #ifdef __CUDACC__
 inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 // Shared memory above 48 KB must be asked for, once per kernel and device.
@@ -685,8 +677,7 @@ inline void allow_shared(const void* kernel, size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex);
   size_t& have = allowed[{kernel, device}];
   if (have >= bytes) return;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)),
-        "shared memory size");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), "shared memory size");
   have = bytes;
 }
 #endif
@@ -697,12 +688,9 @@ inline Device device() {
   int id, sms, shared, major, minor;
   check(cudaGetDevice(&id), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, id), "multiprocessors");
-  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id),
-        "shared memory per block");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id),
-        "compute capability");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id),
-        "compute capability");
+  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id), "shared memory per block");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id), "compute capability");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id), "compute capability");
   return {sms, shared, 10 * major + minor};
 #else
   return host::device;
@@ -713,12 +701,10 @@ inline Device device() {
 // std::runtime_error; under the executor the kernel has ended when launch returns, and a fault is
 // thrown.
 template <class... Parameters, class... Args>
-void launch(void (*kernel)(Parameters...), Grid grid, Dim block, size_t shared_bytes, Stream stream,
-            Args... args) {
+void launch(void (*kernel)(Parameters...), Grid grid, Dim block, size_t shared_bytes, Stream stream, Args... args) {
 #ifdef __CUDACC__
   allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
-  kernel<<<dim3(grid.x, grid.y, grid.z), dim3(block.x, block.y, block.z), shared_bytes, stream>>>(
-      Parameters(args)...);
+  kernel<<<dim3(grid.x, grid.y, grid.z), dim3(block.x, block.y, block.z), shared_bytes, stream>>>(Parameters(args)...);
   check(cudaGetLastError(), "kernel launch");
 #else
   (void)stream;

@@ -54,12 +54,13 @@ class Library:
         Tells the executor of a tensor that kernels may touch, and nothing outside its elements' extent.
 
         kind: "input" (read only), "output" (must be written, each element by one block), "inout", or "scratch" (as
-        output, but need not be written). Outputs and scratch are filled with NaN patterns.
+        output, but need not be written). Outputs and scratch are filled with NaN patterns. Tensors of one name are
+        counted together.
         """
         if tensor is None or tensor.numel() == 0:
             return
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        self.registered[name] = tensor.numel() * tensor.element_size()
+        self.registered[name] = self.registered.get(name, 0) + tensor.numel() * tensor.element_size()
         if not self.runs:
             return
         if kind in ("output", "scratch"):

@@ -497,8 +497,12 @@ void begin_block_memory(size_t shared_bytes) {
 
 void end_launch_memory() {
   for (const Buffer& b : buffers) {
-    const Traffic& t = b.traffic;
-    if (t.load_sectors + t.store_sectors) counters.traffic[b.name] = t;
+    if (b.traffic.load_sectors + b.traffic.store_sectors == 0) continue;
+    Traffic& t = counters.traffic[b.name];  // several buffers may share a name
+    t.load_sectors += b.traffic.load_sectors;
+    t.store_sectors += b.traffic.store_sectors;
+    t.load_bytes += b.traffic.load_bytes;
+    t.store_bytes += b.traffic.store_bytes;
   }
 }
 
