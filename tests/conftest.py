@@ -9,8 +9,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def _dtypes(backend: str) -> list[torch.dtype]:
-    """float64 exists on the scalar backend only."""
-    return [*DTYPES, torch.float64] if backend == "scalar" else DTYPES
+    """float64 exists on the scalar backend only; avx512_bf16 is avx512 but for bfloat16."""
+    if backend == "scalar":
+        return [*DTYPES, torch.float64]
+    return [torch.bfloat16] if backend == "avx512_bf16" else DTYPES
 
 
 def _name(value) -> str:

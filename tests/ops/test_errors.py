@@ -180,7 +180,7 @@ BAD = [
     ("paged_attention", {"key_cache": randn(6, 4, 8, 2).transpose(2, 3)}, "key_cache"),
     ("paged_attention", {"key_cache": randn(6, 0, 2, 8), "value_cache": randn(6, 0, 2, 8)}, "key_cache"),
     ("paged_attention", {"key_cache": randn(6, 4, 2, 7), "value_cache": randn(6, 4, 2, 7)}, "key_cache"),
-    ("paged_attention", {name: randn(6, 4, 3, 8) for name in ("key_cache", "value_cache")}, "the number of query heads"),
+    ("paged_attention", {f"{x}_cache": randn(6, 4, 3, 8) for x in ("key", "value")}, "the number of query heads"),
     ("paged_attention", {"key_cache": randn(6, 4, 2, 8, dtype=F16)}, "q, key_cache and value_cache"),
     ("paged_attention", {"block_table": ints(0, 5)}, "block_table"),
     ("paged_attention", {"block_table": ints(0, 5)[None]}, "block_table"),
