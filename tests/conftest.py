@@ -47,13 +47,17 @@ def backend(request):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def settings():
+    """The same random numbers whatever ran before. One thread: on a busy machine the tests' small problems would mostly
+    wait for a second one; tests of parallel runs ask for `threads`."""
+    before = torch.get_num_threads()
     torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
-def threads():
-    """`torch.set_num_threads`, put back after the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+def threads(settings):
+    """`torch.set_num_threads`, undone after the test."""
+    return torch.set_num_threads

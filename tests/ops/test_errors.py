@@ -284,19 +284,3 @@ def test_wrong_python_types_are_refused():
         attn_ext.attention(**good()["attention"], dropout_p=0.1)
     with pytest.raises(TypeError):
         attn_ext.qkv_projection(randn(3, 16), randn(48, 16))
-
-
-def test_unknown_backend_lists_the_possible_ones():
-    for name in ("", "cuda9", "AVX2"):
-        with pytest.raises(ValueError, match="scalar"):
-            attn_ext.use_backend(name)
-
-
-def test_use_backend_is_undone():
-    """As a context manager, also when its body raises."""
-    best = attn_ext.backends()[0]
-    with attn_ext.use_backend(best):
-        with pytest.raises(RuntimeError), attn_ext.use_backend("scalar"):
-            assert attn_ext.active_backend() == "scalar"
-            attn_ext.linear(randn(3), randn(3))
-        assert attn_ext.active_backend() == best
