@@ -1,5 +1,14 @@
 from collections.abc import Sequence
 
+version: str
+torch_version: str  # built against
+compiler: str
+cuda_built: bool
+
+def supported_backends() -> list[str]: ...
+def active_backend() -> str: ...
+def use_backend(name: str) -> None: ...
+
 class OutOfBlocks(RuntimeError): ...
 
 class BlockAllocator:

@@ -10,7 +10,9 @@ torch.Size([1, 6, 64])
 
 import importlib
 
-from attn_ext._extension import _C
+from attn_ext._extension import _C  # first: it says what is missing
+
+# isort: split
 from attn_ext import ops, reference
 from attn_ext.backend import active_backend, backends, build_info, use_backend
 from attn_ext.kv_cache import BlockAllocator, OutOfBlocks, PagedKVCache

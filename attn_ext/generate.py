@@ -453,7 +453,7 @@ class Engine:
             complete.append(start + n == len(request.tokens))  # its next token can be sampled
         batch = self.cache.prepare(chunks, logits=complete)
         self._peak_blocks = max(self._peak_blocks, self.cache.allocator.num_used)
-        with torch.no_grad():
+        with torch.inference_mode():
             logits = self.model.forward_paged(batch, self.cache)
         sampling = [request for request, done in zip(plan, complete, strict=True) if done]
         tokens = self._sample(sampling, logits)

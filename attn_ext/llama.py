@@ -259,7 +259,8 @@ class Llama(nn.Module):
         """The (cos, sin, positions) that `qkv_projection_to_cache` takes, with the tables on the model's device."""
         if self._rope_tables is None or self._rope_tables[0].device != self.device:
             c = self.config
-            self._rope_tables = rope_tables(c.head_dim, c.max_seq_len, c.rope_theta, c.rope_factors, self.device)
+            with torch.inference_mode(False):  # kept: a later call may stand in another mode
+                self._rope_tables = rope_tables(c.head_dim, c.max_seq_len, c.rope_theta, c.rope_factors, self.device)
         return (*self._rope_tables, positions)
 
     def forward(self, idx: Tensor) -> Tensor:

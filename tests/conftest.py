@@ -14,8 +14,10 @@ def _backends() -> list[str]:
 
 
 def _dtypes(backend: str) -> list[torch.dtype]:
-    """float64 exists on the scalar backend only."""
-    return [*DTYPES, torch.float64] if backend == "scalar" else DTYPES
+    """float64 exists on the scalar backend only; avx512_bf16 is avx512 but for bfloat16."""
+    if backend == "scalar":
+        return [*DTYPES, torch.float64]
+    return [torch.bfloat16] if backend == "avx512_bf16" else DTYPES
 
 
 def _name(value) -> str:
@@ -55,13 +57,17 @@ def backend(request):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def settings():
+    """The same random numbers whatever ran before. One thread: on a busy machine the tests' small problems would mostly
+    wait for a second one; tests of parallel runs ask for `threads`."""
+    before = torch.get_num_threads()
     torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
-def threads():
-    """`torch.set_num_threads`, put back after the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+def threads(settings):
+    """`torch.set_num_threads`, undone after the test."""
+    return torch.set_num_threads

@@ -176,7 +176,7 @@ def test_a_reader_that_closes_early_is_no_error(llama):
         ("generate a --top-p 2", "SamplingParams: top_p must be above 0 and at most 1, or None for no limit, got 2.0"),
         ("explain a -o a.gif", "--output must end in .png or .html, got a.gif"),
         ("check --backend abacus", "backend must be one of .*scalar, got 'abacus'"),
-        ("bench --op conv", "--op must be one of linear, attention, paged_attention, masked_softmax, got conv"),
+        ("bench --op conv", "op must be one of linear, attention, paged_attention, masked_softmax, got 'conv'"),
     ],
 )
 def test_a_users_mistake_is_one_line(arguments, message):

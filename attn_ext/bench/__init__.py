@@ -1,6 +1,7 @@
 """The speed table: each op against what torch offers for the same job, on this machine.
 
-    for row in attn_ext.bench.run(ops=["linear"], quick=True): print(row)
+    for row in attn_ext.bench.run(["linear"], quick=True):
+        print(row.case.shape, row.ratio)
 
 The rules: candidates take turns in one run on fresh random data, inputs rotate through buffers larger than the
 caches, the number is a median with its spread, and the machine's limits are measured in the same run.
@@ -28,23 +29,23 @@ OPS = {
 
 @dataclass
 class Row:
-    """One measured case. `ratio` is torch's median time over ours: above 1 we are faster."""
+    """One measured case."""
 
     case: Case
     ours: Timing
     torch: Timing
-    least_seconds: float
 
     @property
     def ratio(self) -> float:
+        """torch's median time over ours: above 1 we are faster."""
         return self.torch.median / self.ours.median
 
-    @property
-    def share_of_limit(self) -> float:
-        """What the machine's measured limits alone would take, over what we took."""
-        return self.least_seconds / self.ours.median
+    def share_of_limit(self, limits: Limits) -> float:
+        """The least time that the machine's measured limits allow, over what we took."""
+        case = self.case
+        return limits.least_seconds(case.bytes, case.flops, case.dtype) / self.ours.median
 
-    def as_dict(self) -> dict:
+    def as_dict(self, limits: Limits) -> dict:
         """Plain numbers for a JSON file; times in seconds."""
         case = self.case
         timings = {
@@ -53,17 +54,18 @@ class Row:
         }
         return {
             "op": case.op, "shape": case.shape, "dtype": str(case.dtype).removeprefix("torch."), **timings,
-            "ratio": self.ratio, "bytes": case.bytes, "flops": case.flops, "share_of_limit": self.share_of_limit,
+            "ratio": self.ratio, "bytes": case.bytes, "flops": case.flops,
+            "share_of_limit": self.share_of_limit(limits),
         }  # fmt: skip
 
 
-def run(ops: list[str] | None = None, *, limits: Limits, quick: bool = False) -> Iterator[Row]:
+def run(ops: list[str] | None = None, *, quick: bool = False) -> Iterator[Row]:
     """Measure the cases of `ops` (all by default), one row at a time; `quick` spends about 1 s on each.
 
     Raises ValueError for an op that has no benchmark, before anything is measured.
 
     >>> from attn_ext import bench
-    >>> list(bench.run(["conv"], limits=None))
+    >>> bench.run(["conv"])
     Traceback (most recent call last):
     ...
     ValueError: bench: op must be one of linear, attention, paged_attention, masked_softmax, got 'conv'
@@ -71,9 +73,11 @@ def run(ops: list[str] | None = None, *, limits: Limits, quick: bool = False) ->
     for op in ops or ():
         if op not in OPS:
             raise ValueError(f"bench: op must be one of {', '.join(OPS)}, got {op!r}")
-    for op in ops or OPS:
+    return _rows(ops or list(OPS), seconds=0.6 if quick else 4.0)
+
+
+def _rows(ops: list[str], seconds: float) -> Iterator[Row]:
+    for op in ops:
         for case in import_module(f"attn_ext.bench.{OPS[op]}").cases():
-            timings = alternate(case, seconds=0.6 if quick else 4.0)
-            yield Row(
-                case, timings["attn_ext"], timings["torch"], limits.least_seconds(case.bytes, case.flops, case.dtype)
-            )
+            timings = alternate(case, seconds=seconds)
+            yield Row(case, timings["attn_ext"], timings["torch"])

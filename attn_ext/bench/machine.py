@@ -20,6 +20,11 @@ class Limits:
     read_bytes_per_s: float
     flops_per_s: dict[torch.dtype, float]
 
+    def best_of(self, other: Limits) -> Limits:
+        """Limits measured twice, as before and after a table: a disturbed measurement is too low, never too high."""
+        flops = {dtype: max(rate, other.flops_per_s[dtype]) for dtype, rate in self.flops_per_s.items()}
+        return Limits(max(self.read_bytes_per_s, other.read_bytes_per_s), flops)
+
     def least_seconds(self, nbytes: int, flops: int, dtype: torch.dtype) -> float:
         """No call that moves `nbytes` through memory and does `flops` can be faster than this."""
         return max(nbytes / self.read_bytes_per_s, flops / self.flops_per_s[dtype])

@@ -1,7 +1,8 @@
 """`paged_attention`, one new token per sequence, against torch's attention over the same keys without pages.
 
 torch has no paged cache; it gets the keys and values contiguous in its own layout, which a server could only offer
-by keeping every sequence at its longest. GPT-2's heads (12 of 12), and 9 query heads on 3 key heads as in SmolLM2.
+by keeping every sequence at its longest. GPT-2's heads (12 of 12), and 9 query heads on 3 key heads as in SmolLM2:
+there the query heads of a key head are handed to torch as rows, in bfloat16 many times faster than its `enable_gqa`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def _inputs(batch: int, tokens: int, heads: int, kv_heads: int, d: int, dtype: t
 
 
 def _torch(q, key_cache, value_cache, block_table, seq_lens, k, v):
-    out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=q.shape[2] != k.shape[1])
-    return out.transpose(1, 2)
+    batch, _, heads, d = q.shape
+    rows = q.view(batch, k.shape[1], heads // k.shape[1], d)  # (B, Hkv, query heads of one key head, D)
+    return torch.nn.functional.scaled_dot_product_attention(rows, k, v).view(q.shape)
 
 
 def cases() -> Iterator[Case]:

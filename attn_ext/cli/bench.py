@@ -26,16 +26,17 @@ def bench(
     import attn_ext
     from attn_ext import bench as measure
 
-    unknown = set(op or ()) - set(measure.OPS)
-    if unknown:
-        raise UserError(f"--op must be one of {', '.join(measure.OPS)}, got {', '.join(sorted(unknown))}")
-    progress = console(stderr=True)
-    with torch.no_grad(), progress.status("measuring this machine's limits") as status:
-        limits = measure.measure_limits(1.5 if quick else 6.0)
-        rows = []
-        for row in measure.run(op, limits=limits, quick=quick):
+    try:
+        measured = measure.run(op, quick=quick)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    rows, seconds = [], 1.0 if quick else 4.0
+    with torch.no_grad(), console(stderr=True).status("measuring this machine's limits") as status:
+        limits = measure.measure_limits(seconds)
+        for row in measured:
             rows.append(row)
             status.update(f"{len(rows)} rows measured, last: {row.case.op} {row.case.shape}")
+        limits = limits.best_of(measure.measure_limits(seconds))
     machine = {
         "attn_ext": attn_ext.__version__,
         "torch": torch.__version__,
@@ -47,13 +48,13 @@ def bench(
         "flops_per_s": {str(d).removeprefix("torch."): rate for d, rate in limits.flops_per_s.items()},
     }
     if as_json:
-        json.dump({"machine": machine, "rows": [row.as_dict() for row in rows]}, sys.stdout, indent=1)
+        json.dump({"machine": machine, "rows": [row.as_dict(limits) for row in rows]}, sys.stdout, indent=1)
         print()
         return
-    _print_table(machine, rows)
+    _print_table(machine, rows, limits)
 
 
-def _print_table(machine: dict, rows: list) -> None:
+def _print_table(machine: dict, rows: list, limits) -> None:
     from rich.table import Table
 
     out = console()
@@ -67,11 +68,11 @@ def _print_table(machine: dict, rows: list) -> None:
         table.add_column(name, justify="left" if name in ("op", "shape", "dtype") else "right", no_wrap=name != "shape")
     for row in rows:
         case, ours = row.case, row.ours.median
-        by_memory = case.bytes / machine["read_bytes_per_s"] >= row.least_seconds
+        by_memory = case.bytes / limits.read_bytes_per_s > case.flops / limits.flops_per_s[case.dtype]
         rate = f"{case.bytes / ours / 1e9:.1f} GB/s" if by_memory else f"{case.flops / ours / 1e9:.0f} GFLOP/s"
         table.add_row(
             case.op, case.shape, str(case.dtype).removeprefix("torch."), _ms(row.ours), _ms(row.torch),
-            f"{row.ratio:.2f}", rate, f"{row.share_of_limit:.0%}",
+            f"{row.ratio:.2f}", rate, f"{row.share_of_limit(limits):.0%}",
         )  # fmt: skip
     out.print(table)
     out.print(

@@ -13,6 +13,8 @@
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
+constexpr int64_t kSumBlock = 512;  // scores summed in one chain
+
 template <class A>
 struct SoftmaxState {
   A max;
@@ -29,10 +31,14 @@ struct SoftmaxState {
     const A base = new_max == A(-kInf) ? A(0) : new_max;
     const A factor = new_max == max ? A(1) : exp_scalar(max - base);
     Vec<A> step_sum{};
-    for (int64_t i = 0; i < n; i += W<A>) {
-      const Vec<A> weight = exp(load(scores + i) - splat(base));
-      store(scores + i, weight);
-      step_sum += weight;
+    for (int64_t begin = 0; begin < n; begin += kSumBlock) {  // sums of sums: a long chain would gather its roundings
+      Vec<A> block_sum{};
+      for (int64_t i = begin; i < min_of(n, begin + kSumBlock); i += W<A>) {
+        const Vec<A> weight = exp(load(scores + i) - splat(base));
+        store(scores + i, weight);
+        block_sum += weight;
+      }
+      step_sum += block_sum;
     }
     sum = sum * splat(factor) + step_sum;
     max = new_max;

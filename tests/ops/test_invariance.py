@@ -155,25 +155,56 @@ def test_a_block_may_be_shared(dtype):
         assert_same_bits(out[b : b + 1], attn_ext.attention(q[b : b + 1], keys, values, causal=True))
 
 
-def test_threads(dtype, threads):
-    """Every op that runs in parallel, on 1, 2, 3 and 8 threads."""
-    prefill = build(Case(((200, 200), (200, 200)), heads=(6, 2)), dtype)
-    decode = build(Case(((1, 2000), (1, 3), (1, 700)), heads=(4, 1)), dtype)
+# Many rows, few rows and many keys, few rows and few keys, one head, uneven sequences, nothing at all
+PARALLEL = [
+    Case(((200, 200), (200, 200)), heads=(6, 2)),
+    Case(((1, 2000), (1, 3), (1, 700)), heads=(4, 1)),
+    Case(((1, 1025),), heads=(1, 1), head_dim=64),
+    Case(((7, 1100), (0, 5), (65, 65), (1, 1)), heads=(8, 2), window=(600, 0), alibi="h"),
+    Case(((2, 3),), heads=(2, 2)),
+    Case(((0, 3), (0, 0))),
+]
+
+
+@pytest.mark.parametrize("case", PARALLEL, ids=str)
+def test_threads_of_attention(case, dtype, threads):
+    problem = build(case, dtype)
+    threads(1)
+    expected = run_varlen(problem)
+    for n in (2, 3, 8):
+        threads(n)
+        check_same(run_varlen(problem), expected, f"varlen on {n} threads")
+        check_same(run_paged(problem), expected, f"paged on {n} threads")
+        check_same(run_each(problem), expected, f"one by one on {n} threads")
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 300, 700), (150, 300, 200), (6, 40, 33), (300, 20, 5), (2, 1, 1)])
+def test_threads_of_products(m, k, n, dtype, threads):
+    x, weight, bias = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
+    residual = torch.randn(m, n).to(dtype)
+    threads(1)
+    expected = attn_ext.linear(x, weight, bias, activation="gelu", residual=residual)
+    for count in (2, 3, 8):
+        threads(count)
+        out = attn_ext.linear(x, weight, bias, activation="gelu", residual=residual)
+        assert_same_bits(out, expected, f"on {count} threads")
+
+
+def test_threads_of_the_other_ops(dtype, threads):
+    problem = build(PARALLEL[0], dtype)
     x, weight, bias = torch.randn(150, 300).to(dtype), torch.randn(5 * 40, 300).to(dtype), torch.randn(200).to(dtype)
     scores = torch.randn(3, 4, 50, 70).to(dtype)
     slots = torch.randperm(160)[:150]
+    pairs = torch.stack([torch.arange(5), torch.arange(5).flip(0) + 5], dim=1)
+    out, lse = (x[None] for x in run_dense(problem))
 
     def run():
         caches = new_cache(10, 16, 1, 40, dtype)
         q = attn_ext.qkv_projection_to_cache(x, weight, bias, *caches, slots, n_heads=3, n_kv_heads=1)
-        copied = new_cache(10, 16, 1, 40, dtype)
-        attn_ext.copy_blocks(*copied, [(0, 1)])
-        out, lse = run_dense(prefill)
-        return [
-            out, lse, *run_varlen(decode), *run_paged(decode), attn_ext.linear(x, weight, bias, activation="gelu"), q,
-            *caches, attn_ext.masked_softmax(scores, causal=True),
-            *attn_ext.merge_attention(out, lse, out, lse),
-        ]  # fmt: skip
+        written = [c.clone() for c in caches]
+        attn_ext.copy_blocks(*caches, pairs)
+        merged = attn_ext.merge_attention(out, lse, out.flip(1), lse.flip(2))
+        return [q, *written, *caches, attn_ext.masked_softmax(scores, causal=True), *merged]
 
     threads(1)
     expected = run()
