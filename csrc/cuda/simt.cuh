@@ -1,15 +1,13 @@
-// Everything CUDA-specific that the kernels use, each function with two bodies: one for nvcc, one
-// for the host executor (simt/host.h), which runs the same kernel sources on a CPU. No other file
-// contains asm or CUDA builtins.
+// Everything CUDA-specific that the kernels use, each function with two bodies: one for nvcc, one for the host
+// executor (simt/host.h), which runs the same kernel sources on a CPU. No other file contains asm or CUDA builtins.
 //
-// Kernels read and write global memory with ld/ldg/st and shared memory with lds/sts, so that the
-// executor can check and count every access. All warp functions act on the full warp of 32 lanes.
-// Lane l of a fragment: g = l / 4, t = l % 4.
+// Kernels read and write global memory with ld/ldg/st and shared memory with lds/sts, so that the executor can check
+// and count every access. All warp functions act on the full warp of 32 lanes. In fragments, lane l has g = l / 4 and
+// t = l % 4.
 //
-// SIMT_WHERE ends the parameter list of a function that can report a fault: on the host it is the
-// caller's file and line, on the device nothing. A helper that takes SIMT_WHERE and hands it on
-// with SIMT_AT is reported at its caller's line. SIMT_HERE is for a function without other
-// parameters, SIMT_WHERE_AGAIN for a specialization.
+// SIMT_WHERE ends the parameter list of a function that can report a fault: on the host it is the caller's file and
+// line, on the device nothing. A helper that takes SIMT_WHERE and hands it on with SIMT_AT is reported at its
+// caller's line. SIMT_HERE is for a function without other parameters, SIMT_WHERE_AGAIN for a specialization.
 #pragma once
 
 #include <math.h>
@@ -112,8 +110,7 @@ using Stream = void*;
 
 namespace simt {
 
-// ---- threads
-// ----------------------------------------------------------------------------------------------------
+// ---- threads ----
 
 ATTN_DEVICE Index thread_idx() {
 #ifdef __CUDACC__
@@ -164,8 +161,7 @@ ATTN_DEVICE int warp() {
 #endif
 }
 
-// ---- barriers
-// ---------------------------------------------------------------------------------------------------
+// ---- barriers ----
 
 ATTN_DEVICE void sync_threads(SIMT_HERE) {
 #ifdef __CUDACC__
@@ -193,8 +189,7 @@ ATTN_DEVICE void sync_warp(SIMT_HERE) {
 #endif
 }
 
-// ---- warp votes and shuffles (4-byte or 8-byte values)
-// --------------------------------------------------------------
+// ---- warp votes and shuffles (4-byte or 8-byte values) ----
 
 ATTN_DEVICE u32 ballot(bool predicate SIMT_WHERE) {
 #ifdef __CUDACC__
@@ -258,8 +253,7 @@ ATTN_DEVICE T shfl_up(T value, int delta SIMT_WHERE) {
 #endif
 }
 
-// ---- global memory
-// ------------------------------------------------------------------------------------------------
+// ---- global memory ----
 
 template <class T>
 ATTN_DEVICE T ld(const T* p SIMT_WHERE) {
@@ -349,8 +343,7 @@ ATTN_DEVICE void thread_fence() {
 #endif
 }
 
-// ---- shared memory
-// ------------------------------------------------------------------------------------------------
+// ---- shared memory ----
 
 // Base of the block's dynamic shared memory, aligned to 1024 bytes.
 ATTN_DEVICE char* shared() {
@@ -398,12 +391,11 @@ ATTN_DEVICE void sts128(void* p, U32x4 value SIMT_WHERE) {
 #endif
 }
 
-// ---- asynchronous copies, global to shared
-// ------------------------------------------------------------------------
+// ---- asynchronous copies, global to shared ----
 
-// Bytes (4, 8 or 16) from global memory to shared memory, both aligned to that. Of the source only
-// the first src_bytes are read, the rest becomes zero. The data are there after cp_async_wait, and
-// for other threads after a barrier that follows it.
+// Bytes (4, 8 or 16) from global memory to shared memory, both aligned to that. Of the source only the first
+// src_bytes are read, the rest becomes zero. The data are there after cp_async_wait, and for other threads after a
+// barrier that follows it.
 template <int Bytes>
 ATTN_DEVICE void cp_async(void* shared_ptr, const void* global_ptr, int src_bytes = Bytes SIMT_WHERE) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -444,12 +436,10 @@ ATTN_DEVICE void cp_async_wait() {
 #endif
 }
 
-// ---- matrix fragments
-// ---------------------------------------------------------------------------------------------
+// ---- matrix fragments ----
 
-// 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes,
-// aligned to 16) and receives, of each matrix, elements (g, 2t) and (g, 2t + 1); transposed: (2t,
-// g) and (2t + 1, g).
+// 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned to 16)
+// and receives, of each matrix, elements (g, 2t) and (g, 2t + 1); transposed: (2t, g) and (2t + 1, g).
 ATTN_DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row SIMT_WHERE) {
 #ifdef __CUDACC__
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -532,8 +522,7 @@ ATTN_DEVICE void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2
   mma_m16n8k16<T>(c, a, b[0], b[1] SIMT_AT);
 }
 
-// ---- arithmetic
-// -----------------------------------------------------------------------------------------------------
+// ---- arithmetic ----
 
 // 2^x, about 2 ulp; 0 for -inf, subnormals are 0.
 ATTN_DEVICE float ex2(float x) {
@@ -588,8 +577,7 @@ ATTN_DEVICE float float_from_bits(u32 x) {
 #endif
 }
 
-// ---- 16-bit floats: round to nearest even
-// ---------------------------------------------------------------------------
+// ---- 16-bit floats: round to nearest even ----
 
 ATTN_DEVICE float to_float(float x) { return x; }
 ATTN_DEVICE float to_float(bf16 x) { return float_from_bits(u32(x.bits) << 16); }
@@ -659,8 +647,7 @@ ATTN_DEVICE Float2 unpack2(u32 x) {
   return {to_float(T{u16(x)}), to_float(T{u16(x >> 16)})};
 }
 
-// ---- host side: devices and launches
-// --------------------------------------------------------------------------------
+// ---- host side: devices and launches ----
 
 #ifdef __CUDACC__
 inline void check(cudaError_t error, const char* what) {
@@ -698,8 +685,7 @@ inline Device device() {
 }
 
 // Starts kernel(args...) on grid x block threads with shared_bytes of dynamic shared memory. Throws
-// std::runtime_error; under the executor the kernel has ended when launch returns, and a fault is
-// thrown.
+// std::runtime_error; under the executor the kernel has ended when launch returns, and a fault is thrown.
 template <class... Parameters, class... Args>
 void launch(void (*kernel)(Parameters...), Grid grid, Dim block, size_t shared_bytes, Stream stream, Args... args) {
 #ifdef __CUDACC__

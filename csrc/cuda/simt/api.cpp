@@ -1,5 +1,4 @@
-// The executor's C functions, for the tests: buffers, the schedule's seed, what went wrong, what
-// was counted.
+// The executor's C functions, for the tests: buffers, the schedule's seed, what went wrong, what was counted.
 #include <algorithm>
 
 #include "state.h"

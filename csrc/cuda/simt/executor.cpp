@@ -114,8 +114,7 @@ Index index_of(u64 linear) {
   return {u32(linear % grid_size.x), u32(linear / grid_size.x % grid_size.y), u32(linear / grid_size.x / grid_size.y)};
 }
 
-// ---- schedule
-// -----------------------------------------------------------------------------------------------------
+// ---- schedule ----
 
 void run(Thread* next) {
   Thread* from = current;
@@ -205,8 +204,7 @@ void arrive_at_barrier(const Where& where) {
   if (seed) run(pick_in(pick_warp(t->warp_id), t->lane));
 }
 
-// ---- collectives
-// --------------------------------------------------------------------------------------------------
+// ---- collectives ----
 
 void execute(Warp& w) {
   switch (w.op) {

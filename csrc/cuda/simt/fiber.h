@@ -13,8 +13,7 @@ namespace simt {
 namespace fiber {
 
 #ifdef __x86_64__
-// Saves the callee-saved registers on this stack and its pointer in *save, then continues on the
-// stack `load`.
+// Saves the callee-saved registers on this stack and its pointer in *save, then continues on the stack `load`.
 extern "C" void simt_switch(void** save, void* load);
 #endif
 

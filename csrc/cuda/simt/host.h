@@ -1,8 +1,8 @@
 // The host executor, as the bodies of the wrappers in simt.cuh see it.
 //
-// A kernel runs block by block; within a block every CUDA thread is a fiber. A fiber runs until it
-// waits: for the other lanes of its warp at a collective, or for the block at a barrier. Everything
-// is checked on the way, and the first fault ends the launch with a Fault. One launch at a time.
+// A kernel runs block by block; within a block every CUDA thread is a fiber. A fiber runs until it waits: for the
+// other lanes of its warp at a collective, or for the block at a barrier. Everything is checked on the way, and the
+// first fault ends the launch with a Fault. One launch at a time.
 #pragma once
 
 #include <bit>

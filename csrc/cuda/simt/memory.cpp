@@ -1,9 +1,8 @@
 // Checks and counts of memory accesses: registered buffers, shared memory, asynchronous copies.
 //
-// Order between two accesses of a block is read off a clock, `now`, that every barrier advances:
-// what happened before the block's last barrier is ordered before everything after it, and likewise
-// within a warp for its last barrier. Two accesses of different threads that are not ordered, one
-// of them a write, are a race.
+// Order between two accesses of a block is read off a clock, `now`, that every barrier advances: what happened before
+// the block's last barrier is ordered before everything after it, and likewise within a warp for its last barrier.
+// Two accesses of different threads that are not ordered, one of them a write, are a race.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -19,13 +18,11 @@ constexpr u16 many_warps = 0xffff,
               lanes_of = 0x8000;    // readers of a unit, beside a thread's number
 constexpr u16 atomically = 0xffff;  // writer of a unit
 
-// ---- call sites and their accesses
-// --------------------------------------------------------------------------------
+// ---- call sites and their accesses ----
 
 enum class Access : u64 { load, store, shared_load, shared_store };
 
-// The k-th access of each lane at one call site since the warp last met: one instruction of the
-// warp.
+// The k-th access of each lane at one call site since the warp last met: one instruction of the warp.
 struct Group {
   u32 lanes = 0;
   u32 bytes = 0;  // of all lanes
@@ -46,8 +43,7 @@ struct WarpLog {
   std::vector<u16> active;
 };
 
-// Call sites by number; a source_location is one pointer to a static record, which identifies the
-// site.
+// Call sites by number; a source_location is one pointer to a static record, which identifies the site.
 class Sites {
  public:
   u16 number(const Where& where, Access access) {
@@ -74,8 +70,7 @@ class Sites {
   std::vector<Where> places_;
 };
 
-// ---- shadows
-// --------------------------------------------------------------------------------------------------------
+// ---- shadows ----
 
 struct SharedUnit {           // 2 bytes of shared memory
   u32 written = 0, read = 0;  // times
@@ -128,8 +123,7 @@ void log(const Thread& t, u16 site, Access access, const void* p, int bytes, Buf
   s.groups[k].address[t.lane] = u64(p);
 }
 
-// Accesses to `count` distinct pieces of one bank row's width, `banks` side by side: the fullest
-// bank decides.
+// Accesses to `count` distinct pieces of one bank row's width, `banks` side by side: the fullest bank decides.
 void add_wavefronts(Wavefronts& w, u64* pieces, int count, int banks) {
   if (count == 0) return;
   std::sort(pieces, pieces + count);
@@ -170,8 +164,7 @@ void account(const SiteLog& s, const Group& g) {
   }
 }
 
-// ---- shared memory
-// ----------------------------------------------------------------------------------------------------
+// ---- shared memory ----
 
 // Whether a write at `time` by `writer` comes before what t does now.
 bool ordered(const Thread& t, int writer, u32 time) {
@@ -251,8 +244,7 @@ void write_shared(const Thread& t, void* p, int bytes, u32 time, u16 site, const
   }
 }
 
-// ---- global memory
-// ----------------------------------------------------------------------------------------------------
+// ---- global memory ----
 
 Buffer& find(const Thread& t, const void* pointer, int bytes, int alignment, const char* what, const Where& where) {
   const char* p = static_cast<const char*>(pointer);

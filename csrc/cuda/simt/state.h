@@ -8,15 +8,13 @@
 namespace simt {
 namespace host {
 
-// Traffic of one buffer. A sector is 32 aligned bytes; one access of a warp touches each distinct
-// sector once.
+// Traffic of one buffer. A sector is 32 aligned bytes; one access of a warp touches each distinct sector once.
 struct Traffic {
   u64 load_sectors = 0, store_sectors = 0;
   u64 load_bytes = 0, store_bytes = 0;  // asked for by the lanes
 };
 
-// Shared memory serves its 32 banks of 4 bytes once per wavefront; `ideal` is the count without
-// bank conflicts.
+// Shared memory serves its 32 banks of 4 bytes once per wavefront; `ideal` is the count without bank conflicts.
 struct Wavefronts {
   u64 count = 0, ideal = 0;
 };

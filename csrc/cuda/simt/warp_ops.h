@@ -1,6 +1,5 @@
-// What the warp instructions compute, as plain functions of the 32 lanes' registers
-// ([register][lane]), and the rounding of 16-bit floats. The executor calls them, and the
-// conformance test compares a GPU with them.
+// What the warp instructions compute, as plain functions of the 32 lanes' registers ([register][lane]), and the
+// rounding of 16-bit floats. The executor calls them, and the conformance test compares a GPU with them.
 #pragma once
 
 #include <stdint.h>
@@ -60,8 +59,8 @@ inline void ldmatrix(uint32_t (*r)[32], const char* const* rows, int matrices, b
   }
 }
 
-// c += a b in float32, k in ascending order. Read along the lanes, a register of a or b is an 8x8
-// matrix of 16-bit elements in row order, so no lane arithmetic is needed.
+// c += a b in float32, k in ascending order. Read along the lanes, a register of a or b is an 8x8 matrix of 16-bit
+// elements in row order, so no lane arithmetic is needed.
 inline void mma_m16n8k16(float (*c)[32], const uint32_t (*a)[32], const uint32_t (*b)[32], bool is_bf16) {
   typedef float Row __attribute__((vector_size(32)));  // 8 columns
   float A[16][16], B[16][8];
