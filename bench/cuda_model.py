@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from ctypes import byref
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -23,9 +22,7 @@ sys.path.insert(0, str(ROOT / "tests/simt"))
 
 from attention_ops import AttentionOps  # noqa: E402
 from executor import Library  # noqa: E402
-from params import make  # noqa: E402
-
-from build import build  # noqa: E402
+from kernel_ops import KernelOps  # noqa: E402
 
 # H200. Copy bandwidth and the matrix peak are measured ones; the rest is computed from the clock or assumed.
 SMS = 132
@@ -141,65 +138,69 @@ def resources(launch: dict) -> dict[str, float]:
 # ---- the cases ----
 
 
-def linear_cases() -> list[Case]:
-    sources = [ROOT / "csrc/cuda/linear.cu", ROOT / "tests/simt/entries/linear.cpp"]
-    library = Library(build("linear", sources))
+def tensor(ops: AttentionOps | KernelOps, *shape: int) -> torch.Tensor:
+    """
+    Zeros, or no memory at all when nothing runs.
 
-    def run(s: Shape, sms: int) -> None:
-        library.reset()
-        library.device(sms=sms)
-        x, weight, y = (
-            torch.empty(n, dtype=torch.bfloat16) for n in (s["M"] * s["K"], s["N"] * s["K"], s["M"] * s["N"])
+    With equal scores the softmax's maximum never grows, so that the count of exponentials does not depend on chance.
+    """
+    return (torch.zeros if ops.library.runs else torch.empty)(shape, dtype=torch.bfloat16)
+
+
+def linear_cases() -> Iterator[Case]:
+    ops = KernelOps()
+    head_dim, group = 128, 4
+
+    def linear(s: Shape, sms: int) -> None:
+        ops.sms = sms
+        ops.linear(tensor(ops, s["M"], s["K"]), tensor(ops, s["N"], s["K"]))
+
+    def to_cache(s: Shape, sms: int) -> None:
+        ops.sms = sms
+        M, heads = s["M"], s["N"] // head_dim // (group + 2)
+        rope = (*(torch.empty(M, head_dim // 2) for _ in range(2)), torch.arange(M))
+        ops.qkv_projection_to_cache(
+            tensor(ops, M, s["K"]),
+            tensor(ops, s["N"], s["K"]),
+            None,
+            *(tensor(ops, -(-M // 16), 16, heads, head_dim) for _ in range(2)),
+            torch.arange(M),
+            n_heads=group * heads,
+            n_kv_heads=heads,
+            rope=rope,
         )
-        for name, tensor, kind in (("x", x, "input"), ("weight", weight, "input"), ("y", y, "output")):
-            library.register(name, tensor, kind)
-        params = make(
-            "LinearParams", dtype=torch.bfloat16, **s, x=x, x_stride=s["K"], weight=weight, weight_stride=s["K"], y=y,
-            y_stride=s["N"],
-        )  # fmt: skip
-        library.call("linear", byref(params))
 
-    cases = []
-    N, K = 6144, 4096
-    for M in (8192, 2048, 512, 128, 32, 1):
-        m = min(M, 128)
-        cases.append(
-            Case(
-                name=f"linear M={M} N={N} K={K}",
-                library=library,
+    N, K = 6144, 4096  # 32 heads and twice 8 of 128
+    unit = (group + 2) * head_dim
+    for name, run, rows in (
+        ("linear", linear, (8192, 2048, 512, 128, 32, 1)),
+        ("qkv_projection_to_cache", to_cache, (8192, 32)),
+    ):
+        for M in rows:
+            m = min(M, 128)
+            yield Case(
+                name=f"{name} M={M} N={N} K={K}",
+                library=ops.library,
                 run=run,
                 shape={"M": M, "N": N, "K": K},
-                samples=[{"M": m, "N": n, "K": k} for n, k in ((128, 512), (128, 768), (256, 512), (256, 1024))],
+                samples=[{"M": m, "N": n, "K": k} for n, k in ((unit, 512), (unit, 768), (2 * unit, 512))],
                 basis=lambda s: [s["M"] * s["N"], s["M"] * s["N"] * s["K"]],
                 flops=2 * M * N * K,
                 bytes=2 * (M * K + N * K + M * N),
             )
-        )
-    return cases
 
 
-def softmax_cases() -> list[Case]:
-    sources = [ROOT / "csrc/cuda/masked_softmax.cu", ROOT / "tests/simt/entries/masked_softmax.cpp"]
-    library = Library(build("masked_softmax", sources))
+def softmax_cases() -> Iterator[Case]:
+    ops = KernelOps()
 
     def run(s: Shape, sms: int) -> None:
-        library.reset()
-        library.device(sms=sms)
-        rows, S = s["rows"], s["S"]
-        new = torch.zeros if library.runs else torch.empty
-        scores, out = (new(rows * S, dtype=torch.bfloat16) for _ in range(2))
-        library.register("scores", scores, "input")
-        library.register("out", out, "output")
-        params = make(
-            "MaskedSoftmaxParams", dtype=torch.bfloat16, B0=1, B1=1, Tq=rows, Tk=S, scores=scores,
-            scores_strides=[rows * S, rows * S, S], out=out, causal=False, scale=0.125, mask=0,
-        )  # fmt: skip
-        library.call("masked_softmax", byref(params))
+        ops.sms = sms
+        ops.masked_softmax(tensor(ops, s["rows"], s["S"]), scale=0.125)
 
-    return [
-        Case(
+    for B, H, S in ((8, 16, 1024), (8, 16, 2048), (4, 16, 4096)):
+        yield Case(
             name=f"masked_softmax B={B} H={H} S={S}",
-            library=library,
+            library=ops.library,
             run=run,
             shape={"rows": B * H * S, "S": S},
             samples=[{"rows": rows, "S": S} for rows in (4, 8)],
@@ -207,69 +208,111 @@ def softmax_cases() -> list[Case]:
             flops=0,
             bytes=4 * B * H * S * S,
         )
-        for B, H, S in ((8, 16, 1024), (8, 16, 2048), (4, 16, 4096))
-    ]
 
 
-def attention_cases() -> list[Case]:
+def attention_cases() -> Iterator[Case]:
     ops = AttentionOps()
-
-    def tensor(*shape: int) -> torch.Tensor:
-        # Equal scores: the maximum never grows, so that the count of exponentials does not depend on chance.
-        new = torch.zeros if ops.library.runs else torch.empty
-        return new(shape, dtype=torch.bfloat16)
 
     def prefill(s: Shape, sms: int) -> None:
         ops.sms = sms
-        q, k, v = (tensor(1, s["T"], s["heads"], s["D"]) for _ in range(3))
+        q, k, v = (tensor(ops, 1, s["T"], s["heads"], s["D"]) for _ in range(3))
         ops.attention(q, k, v, causal=bool(s["causal"]))
 
     def decode(s: Shape, sms: int) -> None:
         ops.sms = sms
         B, S, D, page = s["B"], s["S"], s["D"], 16
         blocks = B * S // page
-        key_cache, value_cache = (tensor(blocks, page, s["Hkv"], D) for _ in range(2))
+        key_cache, value_cache = (tensor(ops, blocks, page, s["Hkv"], D) for _ in range(2))
         table = torch.arange(blocks, dtype=torch.int32).view(B, -1)
-        q = tensor(B, 1, s["Hkv"] * s["group"], D)
+        q = tensor(ops, B, 1, s["Hkv"] * s["group"], D)
         lengths = torch.full((B,), S, dtype=torch.int32)
         ops.paged_attention(q, key_cache, value_cache, table, lengths, max_seqlen_k=S)
 
-    cases = []
     for D in (64, 128):
         for causal in (0, 1):
             B, H, T = 4, 16, 4096
             fixed = {"D": D, "causal": causal}
-            cases.append(
-                Case(
-                    name=f"attention B={B} H={H} T={T} D={D}{' causal' * causal}",
-                    library=ops.library,
-                    run=prefill,
-                    shape=dict(heads=B * H, T=T, **fixed),
-                    samples=[dict(heads=1, T=t, **fixed) for t in (512, 1024, 1536)],
-                    basis=lambda s: [s["heads"] * x for x in (s["T"], s["T"] ** 2)],
-                    flops=4 * B * H * T * T * D // (1 + causal),
-                    bytes=2 * 4 * B * H * T * D,
-                )
+            yield Case(
+                name=f"attention B={B} H={H} T={T} D={D}{' causal' * causal}",
+                library=ops.library,
+                run=prefill,
+                shape={"heads": B * H, "T": T, **fixed},
+                samples=[{"heads": 1, "T": t, **fixed} for t in (512, 1024, 1536)],
+                basis=lambda s: [s["heads"] * x for x in (s["T"], s["T"] ** 2)],
+                flops=4 * B * H * T * T * D // (1 + causal),
+                bytes=2 * 4 * B * H * T * D,
             )
     for B, S in ((1, 8192), (8, 8192), (32, 8192), (64, 2048), (1, 131072)):
         Hkv, group, D = 8, 4, 128
-        cases.append(
-            Case(
-                name=f"paged decode B={B} S={S} H={Hkv * group} Hkv={Hkv} D={D}",
-                library=ops.library,
-                run=decode,
-                shape={"B": B, "S": S, "Hkv": Hkv, "group": group, "D": D},
-                samples=[{"B": 1, "S": s, "Hkv": 1, "group": group, "D": D} for s in (4096, 6144, 8192)],
-                basis=lambda s: [s["B"] * s["Hkv"], s["B"] * s["Hkv"] * s["S"]],
-                flops=4 * B * Hkv * group * S * D,
-                bytes=4 * B * Hkv * S * D,
-            )
+        yield Case(
+            name=f"paged decode B={B} S={S} H={Hkv * group} Hkv={Hkv} D={D}",
+            library=ops.library,
+            run=decode,
+            shape={"B": B, "S": S, "Hkv": Hkv, "group": group, "D": D},
+            samples=[{"B": 1, "S": s, "Hkv": 1, "group": group, "D": D} for s in (4096, 6144, 8192)],
+            basis=lambda s: [s["B"] * s["Hkv"], s["B"] * s["Hkv"] * s["S"]],
+            flops=4 * B * Hkv * group * S * D,
+            bytes=4 * B * Hkv * S * D,
         )
-    return cases
+
+    def merge(s: Shape, sms: int) -> None:
+        shape = (1, s["tokens"], s["H"], 128)
+        out_a, out_b = (tensor(ops, *shape) for _ in range(2))
+        lse_a, lse_b = (torch.zeros(1, s["H"], s["tokens"]) for _ in range(2))
+        ops.merge_attention(out_a, lse_a, out_b, lse_b)
+
+    tokens, H = 16384, 16
+    yield Case(
+        name=f"merge_attention tokens={tokens} H={H} D=128",
+        library=ops.library,
+        run=merge,
+        shape={"tokens": tokens, "H": H},
+        samples=[{"tokens": t, "H": H} for t in (64, 128)],
+        basis=lambda s: [s["tokens"] * s["H"]],
+        flops=0,
+        bytes=3 * 2 * tokens * H * 128,
+    )
+
+
+def cache_cases() -> Iterator[Case]:
+    ops = KernelOps()
+    Hkv, D, page = 8, 128, 16
+
+    def caches(blocks: int) -> list[torch.Tensor]:
+        return [tensor(ops, blocks, page, Hkv, D) for _ in range(2)]
+
+    def append(s: Shape, sms: int) -> None:
+        key, value = (tensor(ops, s["tokens"], Hkv, D) for _ in range(2))
+        ops.append_kv(key, value, *caches(s["tokens"] // page), torch.arange(s["tokens"]))
+
+    def copy(s: Shape, sms: int) -> None:
+        pairs = s["pairs"]
+        ops.copy_blocks(*caches(2 * pairs), torch.arange(2 * pairs).view(2, pairs).T)
+
+    yield Case(
+        name=f"append_kv tokens=8192 Hkv={Hkv} D={D}",
+        library=ops.library,
+        run=append,
+        shape={"tokens": 8192},
+        samples=[{"tokens": t} for t in (32, 64)],
+        basis=lambda s: [s["tokens"]],
+        flops=0,
+        bytes=2 * 4 * 8192 * Hkv * D,
+    )
+    yield Case(
+        name=f"copy_blocks (one cache) pairs=1024 Hkv={Hkv} D={D}",
+        library=ops.library,
+        run=copy,
+        shape={"pairs": 1024},
+        samples=[{"pairs": n} for n in (4, 8)],
+        basis=lambda s: [s["pairs"]],
+        flops=0,
+        bytes=4 * 1024 * page * Hkv * D,
+    )
 
 
 def all_cases() -> Iterator[Case]:
-    for group in (linear_cases, softmax_cases, attention_cases):
+    for group in (linear_cases, softmax_cases, attention_cases, cache_cases):
         yield from group()
 
 
@@ -294,12 +337,12 @@ def roofline(case: Case) -> float:
 def main() -> None:
     heads = " ".join(f"{name:>8}" for name in RESOURCES)
     print("Predicted on an H200, microseconds; a bound from counts, not a measurement.")
-    print(f"{'op and shape (bfloat16)':46} {'predicted':>10} {'bound by':>9} {heads} {'roofline':>9}")
+    print(f"{'op and shape (bfloat16)':50} {'predicted':>10} {'bound by':>9} {heads} {'roofline':>9}")
     for case in all_cases():
         total, columns = predict(counters(case))
         cells = " ".join(f"{1e6 * seconds:8.1f}" for seconds in columns.values())
         bound = max(columns, key=columns.get)
-        print(f"{case.name:46} {1e6 * total:10.1f} {bound:>9} {cells} {1e6 * roofline(case):9.1f}", flush=True)
+        print(f"{case.name:50} {1e6 * total:10.1f} {bound:>9} {cells} {1e6 * roofline(case):9.1f}", flush=True)
 
 
 if __name__ == "__main__":

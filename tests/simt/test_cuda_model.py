@@ -38,8 +38,8 @@ def test_linear(model):
         (launch,) = check(model, case)
         rows = max(M, 16 if M <= 16 else 64)  # a tile's rows are multiplied whether or not they exist
         assert launch["mma"] == rows * N * K // 2048, case.name
-        assert launch["cp_async_bytes"] > 0
-        assert sectors(launch, "y", "store") == M * N * 2 // 32
+        written = ["y"] if "linear" in case.name else ["q", "key_cache", "value_cache"]
+        assert sum(sectors(launch, name, "store") for name in written) == M * N * 2 // 32
         if M <= 64:
             assert sectors(launch, "weight") == N * K * 2 // 32  # read once
 
@@ -56,7 +56,11 @@ def test_attention(model):
     for case in model.attention_cases():
         s = case.shape
         launches = check(model, case)
-        if "T" in s:
+        if "tokens" in s:  # merge_attention
+            (launch,) = launches
+            size = s["tokens"] * s["H"] * 128 * 2 // 32
+            assert sectors(launch, "out_a") == sectors(launch, "out_b") == sectors(launch, "out", "store") == size
+        elif "T" in s:
             scores = s["heads"] * s["T"] ** 2 // (1 + s["causal"])
             (launch,) = launches
             assert scores <= launch["exp"] <= 1.05 * scores, case.name
@@ -72,6 +76,18 @@ def test_attention(model):
         assert sum(launch["ldmatrix_wavefronts"] for launch in launches) == sum(
             launch["ldmatrix_ideal"] for launch in launches
         )
+
+
+def test_cache(model):
+    append, copy = model.cache_cases()
+    (launch,) = check(model, append)
+    size = append.shape["tokens"] * 8 * 128 * 2 // 32
+    for name in ("key", "value"):
+        assert sectors(launch, name) == sectors(launch, f"{name}_cache", "store") == size
+    size = copy.shape["pairs"] * 16 * 8 * 128 * 2 // 32
+    out, back = check(model, copy)
+    assert sectors(out, "cache") == sectors(out, "workspace", "store") == size
+    assert sectors(back, "workspace") == sectors(back, "cache", "store") == size
 
 
 def test_counters_that_do_not_fit_are_an_error(model):
