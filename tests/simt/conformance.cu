@@ -26,10 +26,8 @@ u32 operand(Operands kind, int word) {
   std::normal_distribution<float> normal;
   auto number = [&] { return normal(generator); };
   switch (kind) {
-    case Operands::words:
-      return bits;
-    case Operands::floats:
-      return bits % 4 == 0 ? u32(generator()) : simt::warp_ops::bits_of(4 * number());
+    case Operands::words: return bits;
+    case Operands::floats: return bits % 4 == 0 ? u32(generator()) : simt::warp_ops::bits_of(4 * number());
     case Operands::bfloats:
       if (word >= 6) return simt::warp_ops::bits_of(number());
       return simt::warp_ops::bf16_of_float(number()) | u32(simt::warp_ops::bf16_of_float(number())) << 16;
@@ -46,7 +44,7 @@ bool agree(u32 a, u32 b, float tolerance) {
   float x = simt::warp_ops::float_of_bits(a), y = simt::warp_ops::float_of_bits(b);
   if (isnan(x) || isnan(y)) return isnan(x) && isnan(y);
   if (fabsf(x) < 0x1p-120f && fabsf(y) < 0x1p-120f) return true;  // subnormals are flushed on the device
-  if (isinf(x) || isinf(y)) {  // a reciprocal of a subnormal
+  if (isinf(x) || isinf(y)) {                                     // a reciprocal of a subnormal
     return isinf(x) && isinf(y) && (x > 0) == (y > 0);
   }
   return fabsf(x - y) <= tolerance * (1 + fmaxf(fabsf(x), fabsf(y)));

@@ -34,7 +34,8 @@ struct Lane {
 };
 
 template <class T>
-ATTN_KERNEL(32, 1) mma(ATTN_CONSTANT_PARAM Words p) {  // in: a, b, c
+ATTN_KERNEL(32, 1)
+mma(ATTN_CONSTANT_PARAM Words p) {  // in: a, b, c
   Lane<10, 4> l(p);
   u32 a[4] = {l.in[0], l.in[1], l.in[2], l.in[3]}, b[2] = {l.in[4], l.in[5]};
   float c[4] = {l.f(6), l.f(7), l.f(8), l.f(9)};
@@ -44,7 +45,8 @@ ATTN_KERNEL(32, 1) mma(ATTN_CONSTANT_PARAM Words p) {  // in: a, b, c
 }
 
 template <int Dummy>
-ATTN_KERNEL(32, 1) ldmatrix(ATTN_CONSTANT_PARAM Words p) {  // in: 16 bytes of row `lane`; rows are given in reverse
+ATTN_KERNEL(32, 1)
+ldmatrix(ATTN_CONSTANT_PARAM Words p) {  // in: 16 bytes of row `lane`; rows are given in reverse
   Lane<4, 12> l(p);
   auto* rows = reinterpret_cast<simt::U32x4*>(simt::shared());
   simt::sts128(rows + simt::lane(), simt::U32x4{l.in[0], l.in[1], l.in[2], l.in[3]});
@@ -65,7 +67,8 @@ ATTN_KERNEL(32, 1) ldmatrix(ATTN_CONSTANT_PARAM Words p) {  // in: 16 bytes of r
 }
 
 template <int Dummy>
-ATTN_KERNEL(32, 1) shuffle(ATTN_CONSTANT_PARAM Words p) {  // in: value, value, lane; xor 5, up 3, down 3
+ATTN_KERNEL(32, 1)
+shuffle(ATTN_CONSTANT_PARAM Words p) {  // in: value, value, lane; xor 5, up 3, down 3
   Lane<3, 7> l(p);
   int source = int(l.in[2] % 32);
   l.out[0] = simt::shfl(l.in[0], source);
@@ -80,7 +83,8 @@ ATTN_KERNEL(32, 1) shuffle(ATTN_CONSTANT_PARAM Words p) {  // in: value, value, 
 }
 
 template <int Dummy>
-ATTN_KERNEL(32, 1) vote(ATTN_CONSTANT_PARAM Words p) {
+ATTN_KERNEL(32, 1)
+vote(ATTN_CONSTANT_PARAM Words p) {
   Lane<1, 4> l(p);
   bool odd = l.in[0] & 1;
   l.out[0] = simt::ballot(odd);
@@ -91,7 +95,8 @@ ATTN_KERNEL(32, 1) vote(ATTN_CONSTANT_PARAM Words p) {
 }
 
 template <int Dummy>
-ATTN_KERNEL(32, 1) convert(ATTN_CONSTANT_PARAM Words p) {  // in: float, float, 16-bit pair
+ATTN_KERNEL(32, 1)
+convert(ATTN_CONSTANT_PARAM Words p) {  // in: float, float, 16-bit pair
   Lane<3, 8> l(p);
   l.out[0] = simt::from_float<bf16>(l.f(0)).bits;
   l.out[1] = simt::from_float<f16>(l.f(0)).bits;
@@ -106,7 +111,8 @@ ATTN_KERNEL(32, 1) convert(ATTN_CONSTANT_PARAM Words p) {  // in: float, float, 
 }
 
 template <int Dummy>
-ATTN_KERNEL(32, 1) arithmetic(ATTN_CONSTANT_PARAM Words p) {
+ATTN_KERNEL(32, 1)
+arithmetic(ATTN_CONSTANT_PARAM Words p) {
   Lane<3, 4> l(p);
   l.set(0, simt::ex2(l.f(0)));
   l.set(1, simt::lg2(fabsf(l.f(0))));
@@ -116,7 +122,8 @@ ATTN_KERNEL(32, 1) arithmetic(ATTN_CONSTANT_PARAM Words p) {
 }
 
 template <int Dummy>
-ATTN_KERNEL(32, 1) copy(ATTN_CONSTANT_PARAM Words p) {  // in: 4 words; copies of 16, 8, 4 bytes, cut to 7 and to 0
+ATTN_KERNEL(32, 1)
+copy(ATTN_CONSTANT_PARAM Words p) {  // in: 4 words; copies of 16, 8, 4 bytes, cut to 7 and to 0
   Lane<4, 16> l(p);
   const u32* from = p.in + (u64(simt::block_idx().x) * 32 + simt::lane()) * 4;
   auto* to = reinterpret_cast<u32*>(simt::shared()) + 16 * simt::lane();
@@ -141,7 +148,8 @@ ATTN_KERNEL(32, 1) copy(ATTN_CONSTANT_PARAM Words p) {  // in: 4 words; copies o
 
 // Loads and stores of every width; the result is the operands again, twice.
 template <int Dummy>
-ATTN_KERNEL(32, 1) memory(ATTN_CONSTANT_PARAM Words p) {
+ATTN_KERNEL(32, 1)
+memory(ATTN_CONSTANT_PARAM Words p) {
   u64 i = u64(simt::block_idx().x) * 32 + simt::lane();
   const u32* from = p.in + 4 * i;
   u32* to = p.out + 8 * i;
@@ -158,9 +166,9 @@ enum class Operands : int { words, floats, halves, bfloats };  // what random in
 struct Case {
   const char* name;
   void (*kernel)(const Words);
-  int in, out;        // words per lane
+  int in, out;  // words per lane
   Operands operands;
-  float tolerance;    // relative, of float results; 0: all bits
+  float tolerance;  // relative, of float results; 0: all bits
 };
 
 inline const Case* cases(int& count) {

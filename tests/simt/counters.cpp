@@ -12,14 +12,16 @@ ATTN_DEVICE int tid() { return int(simt::thread_idx().x); }
 
 // Thread i copies element i * stride + offset.
 template <class T>
-ATTN_KERNEL(1024, 1) strided_copy(const T* in, T* out, int stride, int offset) {
+ATTN_KERNEL(1024, 1)
+strided_copy(const T* in, T* out, int stride, int offset) {
   int i = int(simt::block_idx().x * simt::block_dim().x) + tid();
   simt::st(out + i, simt::ldg(in + i * stride + offset));
 }
 
 // A warp writes shared memory in order, and reads element lane * stride.
 template <class T>
-ATTN_KERNEL(32, 1) shared_stride(T* out, int stride) {
+ATTN_KERNEL(32, 1)
+shared_stride(T* out, int stride) {
   T* tile = reinterpret_cast<T*>(simt::shared());
   for (int i = 0; i < 32; ++i) simt::sts(tile + 32 * i + tid(), T{});
   simt::sync_warp();
@@ -67,22 +69,26 @@ using namespace counters;
 
 ENTRY copy_words(const u32* in, u32* out, int blocks, int threads, int stride, int offset) {
   return simt::guarded([&] {
-    simt::launch(strided_copy<u32>, simt::Dim{u32(blocks)}, simt::Dim{u32(threads)}, 0, nullptr, in, out, stride, offset);
+    simt::launch(strided_copy<u32>, simt::Dim{u32(blocks)}, simt::Dim{u32(threads)}, 0, nullptr, in, out, stride,
+                 offset);
   });
 }
 
 ENTRY copy_vectors(const U32x4* in, U32x4* out, int blocks, int threads, int stride, int offset) {
   return simt::guarded([&] {
-    simt::launch(strided_copy<U32x4>, simt::Dim{u32(blocks)}, simt::Dim{u32(threads)}, 0, nullptr, in, out, stride, offset);
+    simt::launch(strided_copy<U32x4>, simt::Dim{u32(blocks)}, simt::Dim{u32(threads)}, 0, nullptr, in, out, stride,
+                 offset);
   });
 }
 
 ENTRY shared_words(u32* out, int stride) {
-  return simt::guarded([&] { simt::launch(shared_stride<u32>, simt::Dim{}, simt::Dim{32}, 32 * 32 * 4, nullptr, out, stride); });
+  return simt::guarded(
+      [&] { simt::launch(shared_stride<u32>, simt::Dim{}, simt::Dim{32}, 32 * 32 * 4, nullptr, out, stride); });
 }
 
 ENTRY shared_vectors(U32x4* out, int stride) {
-  return simt::guarded([&] { simt::launch(shared_stride<U32x4>, simt::Dim{}, simt::Dim{32}, 32 * 32 * 16, nullptr, out, stride); });
+  return simt::guarded(
+      [&] { simt::launch(shared_stride<U32x4>, simt::Dim{}, simt::Dim{32}, 32 * 32 * 16, nullptr, out, stride); });
 }
 
 ENTRY rows(int row_bytes, int pitch, int divide, int modulo) {

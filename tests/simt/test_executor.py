@@ -42,6 +42,7 @@ EXPECTED = {
     "stage_overwritten": "race on shared memory|before cp_async_wait",
     "store_into_copy_in_flight": "write to shared memory .* while a cp.async into it is in flight",
     "race_on_output": "race on element (40|104) of 'out'",
+    "unordered_global_read": "read of element .* never written|read with no barrier of element .* of 'out'",
     "constant_read_of_output": "constant read of element .* of 'out', written in this launch",
 }
 

@@ -203,6 +203,12 @@ ATTN_KERNEL(64, 1) race_on_output(ATTN_CONSTANT_PARAM Params p) {
   if (p.faulty && tid() == 5) simt::st(p.out + first() + 40, simt::ldg(p.in + first() + 23));  // fault: race_on_output
 }
 
+ATTN_KERNEL(64, 1) unordered_global_read(ATTN_CONSTANT_PARAM Params p) {
+  simt::st(p.out + first() + tid(), simt::ldg(p.in + first() + 63 - tid()));
+  if (!p.faulty) simt::sync_threads();
+  simt::ld(p.out + first() + 63 - tid());  // fault: unordered_global_read
+}
+
 ATTN_KERNEL(64, 1) constant_read_of_output(ATTN_CONSTANT_PARAM Params p) {
   simt::st(p.out + first() + tid(), simt::ldg(p.in + first() + 63 - tid()));
   if (p.faulty) simt::ldg(p.out + first() + tid());  // fault: constant_read_of_output
@@ -247,4 +253,5 @@ ENTRY(cp_async_out_of_bounds)
 ENTRY(stage_overwritten)
 ENTRY(store_into_copy_in_flight)
 ENTRY(race_on_output)
+ENTRY(unordered_global_read)
 ENTRY(constant_read_of_output)
