@@ -170,7 +170,9 @@ def check(device: str) -> None:
             (1, 33, 150, 2, 1, 256), (2, 17, 40, 2, 1, 40), (1, 300, 1300, 2, 2, 128),
         ])  # fmt: skip
         check_copies(dtype)
-        print(f"{dtype}: linear, projection, softmax, attention (dense, varlen, paged, merged), copies agree", flush=True)
+        print(
+            f"{dtype}: linear, projection, softmax, attention (dense, varlen, paged, merged), copies agree", flush=True
+        )
     if device == "cuda":
         check_streams()
         print("streams and devices agree")
@@ -267,7 +269,9 @@ class Table:
         print(f"copy {self.copy / 1e12:.2f} TB/s, bfloat16 product {self.peak / 1e12:.0f} TFLOP/s")
         print(f"{'':44} {'us':>9} {'GB/s':>7} {'TFLOP/s':>8} {'of copy':>8} {'of peak':>8} {'ratio':>6}")
 
-    def row(self, name: str, make: Callable[[], tuple], candidates: dict[str, Callable], nbytes: int, flops: int) -> None:
+    def row(
+        self, name: str, make: Callable[[], tuple], candidates: dict[str, Callable], nbytes: int, flops: int
+    ) -> None:
         """`ratio`: how many times as long as the first candidate, which is ours."""
         ours = None
         for label, call in candidates.items():

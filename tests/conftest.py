@@ -1,5 +1,10 @@
 """Fixtures of every test: the backend that runs the ops, the dtype, and settings that a test must not leak."""
 
+import os
+import shutil
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,9 +13,22 @@ import attn_ext
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def _backends() -> list[str]:
-    """The CPU backends of this machine; `cuda` where there is a GPU and the build has kernels for it."""
-    return attn_ext.backends() + (["cuda"] if attn_ext._C.cuda_built and torch.cuda.is_available() else [])
+# Tests of results, which also run on `simt`: the CUDA kernels, executed on the CPU (docs/simt.md).
+SIMT_MODULES = [
+    "test_attention", "test_invariance", "test_known_failures", "test_kv_cache_ops", "test_linear",
+    "test_masked_softmax", "test_merge_attention", "test_qkv_projection", "test_worked_examples",
+]  # fmt: skip
+
+# ... but for these, which are about torch's dispatcher and the CPU kernels' threads.
+NOT_ON_SIMT = ["test_H25_autocast", "test_H25_autocast_of_the_paged_ops", "test_H26_child_processes"]
+
+
+def _backends(metafunc) -> list[str]:
+    """The CPU backends of this machine; `cuda` where there is a GPU and the build has kernels for it; `simt`."""
+    cuda = ["cuda"] if attn_ext._C.cuda_built and torch.cuda.is_available() else []
+    on_simt = metafunc.module.__name__ in SIMT_MODULES and metafunc.function.__name__ not in NOT_ON_SIMT
+    simt = ["simt"] if on_simt and (shutil.which("g++") or os.environ.get("CXX")) else []
+    return attn_ext.backends() + cuda + simt
 
 
 def _dtypes(backend: str) -> list[torch.dtype]:
@@ -36,10 +54,10 @@ def pytest_generate_tests(metafunc):
     own = {name for mark in metafunc.definition.iter_markers("parametrize") for name in _argument_names(mark.args[0])}
     wants = set(metafunc.fixturenames) - own
     if "backend" in wants and "dtype" in wants:
-        pairs = [(backend, dtype) for backend in _backends() for dtype in _dtypes(backend)]
+        pairs = [(backend, dtype) for backend in _backends(metafunc) for dtype in _dtypes(backend)]
         metafunc.parametrize("backend,dtype", pairs, ids=lambda value: _name(value), indirect=["backend"])
     elif "backend" in wants:
-        metafunc.parametrize("backend", _backends(), indirect=True)
+        metafunc.parametrize("backend", _backends(metafunc), indirect=True)
     elif "dtype" in wants:
         metafunc.parametrize("dtype", DTYPES, ids=_name)
 
@@ -51,6 +69,13 @@ def backend(request):
         torch.set_default_device("cuda")
         yield request.param
         torch.set_default_device(None)
+        return
+    if request.param == "simt":
+        sys.path.append(str(Path(__file__).parent / "simt"))
+        from suite import on_executor
+
+        with on_executor():
+            yield request.param
         return
     with attn_ext.use_backend(request.param):
         yield request.param

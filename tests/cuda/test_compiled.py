@@ -32,7 +32,9 @@ def find_cuobjdump():
 CUOBJDUMP, TOOL_PATH = find_cuobjdump()
 
 pytestmark = [
-    pytest.mark.skipif(not _C.cuda_built, reason="this build has no CUDA kernels: nvcc was not found when it was built"),
+    pytest.mark.skipif(
+        not _C.cuda_built, reason="this build has no CUDA kernels: nvcc was not found when it was built"
+    ),
     pytest.mark.skipif(
         CUOBJDUMP is None, reason="no disassembler: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
     ),
@@ -59,9 +61,7 @@ def usage(architecture: str) -> dict[str, dict[str, int]]:
     """{kernel: {registers, stack, shared}} of one architecture. Dynamic shared memory is the launchers' business."""
     text = cuobjdump("-res-usage", "-arch", architecture)
     kernels = {}
-    for mangled, registers, stack, shared in re.findall(
-        r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", text
-    ):
+    for mangled, registers, stack, shared in re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", text):
         kernels[short_name(mangled)] = dict(registers=int(registers), stack=int(stack), shared=int(shared))
     return dict(sorted(kernels.items()))
 

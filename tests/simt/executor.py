@@ -59,14 +59,14 @@ class Library:
         """
         if tensor is None or tensor.numel() == 0:
             return
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        elements = extent(tensor)
         self.registered[name] = self.registered.get(name, 0) + tensor.numel() * tensor.element_size()
         if not self.runs:
             return
         if kind in ("output", "scratch"):
-            ctypes.memset(tensor.data_ptr(), 0xFF, extent * tensor.element_size())
+            ctypes.memset(tensor.data_ptr(), 0xFF, elements * tensor.element_size())
         self.lib.simt_register(
-            tensor.data_ptr(), extent * tensor.element_size(), tensor.element_size(), name.encode(), KINDS[kind]
+            tensor.data_ptr(), elements * tensor.element_size(), tensor.element_size(), name.encode(), KINDS[kind]
         )
 
     def call(self, entry, *args):
@@ -86,6 +86,11 @@ class Library:
     def launches(self):
         """What each launch since the last reset did: a list of dicts, see csrc/cuda/simt/state.h."""
         return json.loads(self.lib.simt_launches().decode())
+
+
+def extent(t):
+    """Elements from the first to the last of `t`."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
 
 
 def far_apart(t, distance=2**31 + 8):

@@ -60,7 +60,9 @@ def append_kv(library, key, value, key_cache, value_cache, slots, seed):
 
 @pytest.mark.parametrize("element", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["plain", "heads first", "padded"])
-@pytest.mark.parametrize("tokens,heads,head_dim,block_size", [(1, 1, 64, 1), (7, 3, 80, 5), (19, 2, 7, 16), (5, 1, 1, 3)])
+@pytest.mark.parametrize(
+    "tokens,heads,head_dim,block_size", [(1, 1, 64, 1), (7, 3, 80, 5), (19, 2, 7, 16), (5, 1, 1, 3)]
+)
 def test_append_kv(library, element, layout, tokens, heads, head_dim, block_size):
     blocks = 2 + tokens // block_size
     for seed in SEEDS:
