@@ -25,7 +25,7 @@ import attn_ext
 from attn_ext import reference
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from tolerance import assert_as_accurate_as_torch, assert_same_bits  # noqa: E402
+from tolerance import assert_as_accurate_as_torch, assert_same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -55,7 +55,7 @@ def check_linear(dtype, shapes) -> None:
         bias, residual = randn(N, dtype=dtype), randn(M, N, dtype=dtype)
         terms = (x.double().abs() @ weight.double().abs().T).max().item() + 8
         for activation in (None, "gelu", "gelu_tanh", "silu"):
-            options = dict(activation=activation, residual=residual)
+            options = {"activation": activation, "residual": residual}
             compare(f"linear {M} {N} {K}", attn_ext.linear, reference.linear, x, weight, bias, terms=terms, **options)
         whole = attn_ext.linear(x, weight, bias)
         for rows in {1, min(M, 16), min(M, 64)}:
@@ -71,7 +71,7 @@ def check_projection(dtype, problems) -> None:
         slots[::5] = -1
         angles = torch.rand(64, D // 2) * 6
         rope = (angles.cos(), angles.sin(), torch.randint(64, (tokens,)))
-        options = dict(n_heads=H, n_kv_heads=Hkv, rope=rope)
+        options = {"n_heads": H, "n_kv_heads": Hkv, "rope": rope}
 
         def run(op, wide=None, x=x, weight=weight, caches=caches, slots=slots, options=options):
             mine = [c.clone() if wide is None else c.to(wide) for c in caches]
@@ -89,7 +89,7 @@ def check_projection(dtype, problems) -> None:
 def check_softmax(dtype, lengths) -> None:
     for Tk in lengths:
         scores, mask = 4 * randn(2, 3, 7, Tk, dtype=dtype), torch.rand(2, 1, 7, Tk) > 0.3
-        for options in (dict(), dict(causal=True), dict(mask=mask), dict(mask=torch.randn(7, Tk), scale=0.3)):
+        for options in ({}, {"causal": True}, {"mask": mask}, {"mask": torch.randn(7, Tk), "scale": 0.3}):
             compare(f"masked_softmax {Tk}", attn_ext.masked_softmax, reference.masked_softmax, scores, **options)
         row = attn_ext.masked_softmax(scores[1:, 1:2, 3:4], mask[1:, :, 3:4])
         assert_same_bits(row, attn_ext.masked_softmax(scores, mask)[1:, 1:2, 3:4], "masked_softmax, one row")
@@ -100,8 +100,8 @@ def check_attention(dtype, problems) -> None:
         name = f"attention B{B} Tq{Tq} Tk{Tk} H{H}/{Hkv} D{D}"
         q, k, v = (randn(B, T, h, D, dtype=dtype) for T, h in ((Tq, H), (Tk, Hkv), (Tk, Hkv)))
         mask = torch.rand(B, 1, Tq, Tk) > 0.2
-        every = dict(window=(Tk // 2, 3), softcap=20.0, alibi_slopes=torch.rand(H), sinks=torch.randn(H))
-        choices = (dict(), dict(causal=True), dict(causal=True, **every), dict(mask=mask, bias=torch.randn(H, Tq, Tk)))
+        every = {"window": (Tk // 2, 3), "softcap": 20.0, "alibi_slopes": torch.rand(H), "sinks": torch.randn(H)}
+        choices = ({}, {"causal": True}, dict(causal=True, **every), {"mask": mask, "bias": torch.randn(H, Tq, Tk)})
         for options in choices:
             compare(name, attn_ext.attention, reference.attention, q, k, v, terms=8.0, return_lse=True, **options)
 
@@ -229,7 +229,7 @@ L2_BYTES = 64 << 20
 
 
 def seconds(call: Callable, make: Callable[[], tuple], budget: float = 0.25) -> float:
-    """Median time of a call on inputs that are not in the L2 cache, without launch overhead: calls replayed as a graph."""
+    """Median time of a call on inputs that are not in the L2 cache, without launch overhead: replayed as a graph."""
     first = make()
     size = sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
     inputs = [first, *(make() for _ in range(min(3 * L2_BYTES // size, 40)))]

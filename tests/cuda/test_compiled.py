@@ -56,17 +56,17 @@ def short_name(mangled: str) -> str:
 short_name = functools.lru_cache(maxsize=None)(short_name)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def usage(architecture: str) -> dict[str, dict[str, int]]:
     """{kernel: {registers, stack, shared}} of one architecture. Dynamic shared memory is the launchers' business."""
     text = cuobjdump("-res-usage", "-arch", architecture)
     kernels = {}
     for mangled, registers, stack, shared in re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", text):
-        kernels[short_name(mangled)] = dict(registers=int(registers), stack=int(stack), shared=int(shared))
+        kernels[short_name(mangled)] = {"registers": int(registers), "stack": int(stack), "shared": int(shared)}
     return dict(sorted(kernels.items()))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def instructions(architecture: str) -> dict[str, set[str]]:
     """{kernel: names of its instructions, without modifiers}."""
     kernels, current = {}, set()

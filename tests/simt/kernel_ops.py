@@ -38,9 +38,8 @@ class KernelOps:
     """
 
     def __init__(self):
-        sources = [ROOT / f"csrc/cuda/{name}.cu" for name in NAMES] + [
-            ROOT / f"tests/simt/entries/{name}.cpp" for name in NAMES
-        ]
+        sources = [ROOT / f"csrc/cuda/{name}.cu" for name in NAMES]
+        sources += [ROOT / f"tests/simt/entries/{name}.cpp" for name in NAMES]
         self.library = Library(build("kernels", sources))
         self.seed, self.sms, self.max_shared = 0, 132, 227 * 1024
         self.launches = []
@@ -50,11 +49,11 @@ class KernelOps:
     def linear(self, x, weight, bias=None, *, activation=None, residual=None):
         y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
         residual = None if residual is None else _rows(residual)
-        fields = dict(y=y, y_stride=weight.shape[0], activation=Activation[activation or "none"])
+        fields = {"y": y, "y_stride": weight.shape[0], "activation": Activation[activation or "none"]}
         if residual is not None:
-            fields |= dict(residual=residual, residual_stride=residual.stride(0))
+            fields |= {"residual": residual, "residual_stride": residual.stride(0)}
         inputs, gemm = self._gemm(x, weight, bias)
-        self._call("linear", make("LinearParams", **gemm, **fields), inputs | dict(residual=residual), dict(y=y))
+        self._call("linear", make("LinearParams", **gemm, **fields), inputs | {"residual": residual}, {"y": y})
         return y
 
     def qkv_projection(self, x, weight, bias=None, *, n_heads, n_kv_heads=None):
@@ -71,11 +70,11 @@ class KernelOps:
         if rope is not None:
             cos, sin = map(_unit_last_stride, rope[:2])
             positions = rope[2].reshape(-1).contiguous()
-            inputs |= dict(rope_cos=cos, rope_sin=sin, positions=positions)
-            fields = dict(
-                rope_cos=cos, rope_sin=sin, positions=positions, rope_cos_stride=cos.stride(0),
-                rope_sin_stride=sin.stride(0), max_pos=cos.shape[0],
-            )  # fmt: skip
+            inputs |= {"rope_cos": cos, "rope_sin": sin, "positions": positions}
+            fields = {
+                "rope_cos": cos, "rope_sin": sin, "positions": positions, "rope_cos_stride": cos.stride(0),
+                "rope_sin_stride": sin.stride(0), "max_pos": cos.shape[0],
+            }  # fmt: skip
         D = key_cache.shape[3]
         q = torch.empty(*x.shape[:-1], n_heads, D, dtype=x.dtype)
         params = make(
@@ -83,15 +82,15 @@ class KernelOps:
             slot_mapping=slot_mapping, **self._cache_fields(key_cache, value_cache), **fields,
         )  # fmt: skip
         caches = self._touched(slot_mapping // key_cache.shape[1], key_cache=key_cache, value_cache=value_cache)
-        self._call("qkv_to_cache", params, inputs, dict(q=q), caches)
+        self._call("qkv_to_cache", params, inputs, {"q": q}, caches)
         return q
 
     def _gemm(self, x, weight, bias):
         x, weight, bias = _rows(x), _unit_last_stride(weight), _unit_last_stride(bias)
-        return dict(x=x, weight=weight, bias=bias), dict(
-            dtype=x.dtype, M=x.shape[0], N=weight.shape[0], K=x.shape[1], x=x, x_stride=x.stride(0), weight=weight,
-            weight_stride=weight.stride(0), bias=0 if bias is None else bias,
-        )  # fmt: skip
+        return {"x": x, "weight": weight, "bias": bias}, {
+            "dtype": x.dtype, "M": x.shape[0], "N": weight.shape[0], "K": x.shape[1], "x": x, "x_stride": x.stride(0),
+            "weight": weight, "weight_stride": weight.stride(0), "bias": 0 if bias is None else bias,
+        }  # fmt: skip
 
     # ---- softmax
 
@@ -106,13 +105,13 @@ class KernelOps:
         fields = {}
         if mask is not None:
             full = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-            fields = dict(mask=mask, mask_dtype=mask.dtype, mask_strides=_strides(full, range(4)))
+            fields = {"mask": mask, "mask_dtype": mask.dtype, "mask_strides": _strides(full, range(4))}
         B0, B1, Tq, Tk = scores.shape
         params = make(
             "MaskedSoftmaxParams", dtype=scores.dtype, B0=B0, B1=B1, Tq=Tq, Tk=Tk, scores=scores, out=out,
             causal=causal, scale=scale, scores_strides=_strides(scores, range(3)), **fields,
         )  # fmt: skip
-        self._call("masked_softmax", params, dict(scores=scores, mask=mask), dict(out=out))
+        self._call("masked_softmax", params, {"scores": scores, "mask": mask}, {"out": out})
         return out
 
     # ---- cache
@@ -124,7 +123,7 @@ class KernelOps:
             key=key, value=value, key_in_strides=key.stride()[:2], value_in_strides=value.stride()[:2],
             slot_mapping=slot_mapping, **self._cache_fields(key_cache, value_cache),
         )  # fmt: skip
-        inputs = dict(key=key, value=value, slot_mapping=slot_mapping)
+        inputs = {"key": key, "value": value, "slot_mapping": slot_mapping}
         caches = self._touched(slot_mapping // key_cache.shape[1], key_cache=key_cache, value_cache=value_cache)
         self._call("append_kv", params, inputs, {}, caches)
 
@@ -137,13 +136,14 @@ class KernelOps:
                 "CopyBlocksParams", element_size=cache.element_size(), pairs=len(pairs), block_size=block_size,
                 Hkv=heads, D=D, cache=cache, strides=cache.stride()[:3], block_pairs=pairs, num_blocks=blocks,
             )  # fmt: skip
-            self._call("copy_blocks", params, dict(pairs=pairs), {}, self._touched(pairs, cache=cache), held)
+            self._call("copy_blocks", params, {"pairs": pairs}, {}, self._touched(pairs, cache=cache), held)
 
     def _cache_fields(self, key_cache, value_cache):
-        return dict(
-            key_cache=key_cache, value_cache=value_cache, key_strides=key_cache.stride()[:3],
-            value_strides=value_cache.stride()[:3], block_size=key_cache.shape[1], num_blocks=key_cache.shape[0],
-        )  # fmt: skip
+        return {
+            "key_cache": key_cache, "value_cache": value_cache, "key_strides": key_cache.stride()[:3],
+            "value_strides": value_cache.stride()[:3], "num_blocks": key_cache.shape[0],
+            "block_size": key_cache.shape[1],
+        }  # fmt: skip
 
     def _touched(self, blocks, **caches):
         """(name, tensor) of what may be written: a cache, or of one too large for the executor these blocks."""

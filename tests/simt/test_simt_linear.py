@@ -1,12 +1,10 @@
 """linear and qkv_projection_to_cache of CUDA under the executor: results, bits, and what the kernels do for them."""
 
-import ctypes
-
 import pytest
 import torch
-from build import ROOT, build, compiler
-from executor import Library, far_apart
-from params import Activation, make
+from build import compiler
+from executor import far_apart
+from kernel_ops import KernelOps
 from tolerance import assert_as_accurate_as_torch, assert_same_bits
 
 from attn_ext import reference
@@ -18,37 +16,17 @@ SMALL, MEDIUM, LARGE = (16, 132), (64, 132), (129, 1)
 
 
 @pytest.fixture(scope="module")
-def library():
-    return Library(build("linear", [ROOT / "csrc/cuda/linear.cu", ROOT / "tests/simt/entries/linear.cpp"]))
+def ops():
+    return KernelOps()
 
 
-def gemm_fields(x, weight, bias):
-    return dict(
-        dtype=x.dtype, M=x.shape[0], N=weight.shape[0], K=x.shape[1], x=x, x_stride=x.stride(0), weight=weight,
-        weight_stride=weight.stride(0), bias=0 if bias is None else bias,
-    )  # fmt: skip
+def linear(ops, x, weight, bias=None, *, sms=132, seed=0, **options):
+    ops.sms, ops.seed = sms, seed
+    return ops.linear(x, weight, bias, **options)
 
 
-def linear(library, x, weight, bias=None, *, activation=None, residual=None, sms=132, seed=0):
-    """The CUDA kernel; every element of y is checked to be written once."""
-    library.reset()
-    library.seed(seed)
-    library.device(sms=sms)
-    y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
-    for name, tensor in dict(x=x, weight=weight, bias=bias, residual=residual).items():
-        library.register(name, tensor, "input")
-    library.register("y", y, "output")
-    fields = gemm_fields(x, weight, bias)
-    if residual is not None:
-        fields.update(residual=residual, residual_stride=residual.stride(0))
-    params = make("LinearParams", y=y, y_stride=y.stride(0), activation=Activation[activation or "none"], **fields)
-    library.call("linear", ctypes.byref(params))
-    library.check_outputs()
-    return y
-
-
-def check(library, x, weight, bias=None, sms=132, seed=0, **options):
-    y = linear(library, x, weight, bias, sms=sms, seed=seed, **options)
+def check(ops, x, weight, bias=None, sms=132, seed=0, **options):
+    y = linear(ops, x, weight, bias, sms=sms, seed=seed, **options)
     with reference.precision(torch.float64):
         exact = reference.linear(x, weight, bias, **options)
     with reference.precision(x.dtype):
@@ -60,9 +38,9 @@ def check(library, x, weight, bias=None, sms=132, seed=0, **options):
     return y
 
 
-def tile_of(library):
+def tile_of(ops):
     """The kernel's rows and columns of a tile."""
-    (launch,) = library.launches()
+    (launch,) = ops.launches
     name = launch["kernel"]
     return (64, 64) if "FloatTile" in name else tuple(int(n) for n in name.split("TensorTile<")[1].split(",")[1:3])
 
@@ -78,38 +56,38 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("M", "N", "K", "sms"), SHAPES)
-def test_shapes(library, dtype, M, N, K, sms):
+def test_shapes(ops, dtype, M, N, K, sms):
     x, weight = torch.randn(M, K).to(dtype), torch.randn(N, K).to(dtype)
-    check(library, x, weight, sms=sms)
+    check(ops, x, weight, sms=sms)
     bias, residual = torch.randn(N).to(dtype), torch.randn(M, N).to(dtype)
-    check(library, x, weight, bias, activation="gelu_tanh", residual=residual, sms=sms, seed=M)
+    check(ops, x, weight, bias, activation="gelu_tanh", residual=residual, sms=sms, seed=M)
 
 
 @pytest.mark.parametrize("rows,sms", [SMALL, MEDIUM, LARGE])
-def test_schedules(library, dtype, rows, sms):
+def test_schedules(ops, dtype, rows, sms):
     x, weight = torch.randn(rows, 104).to(dtype), torch.randn(96, 104).to(dtype)
-    first = check(library, x, weight, sms=sms)
+    first = check(ops, x, weight, sms=sms)
     for seed in range(1, 5):
-        assert_same_bits(linear(library, x, weight, sms=sms, seed=seed), first)
+        assert_same_bits(linear(ops, x, weight, sms=sms, seed=seed), first)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("N", [36, 37])
-def test_epilogues(library, dtype, activation, N):
+def test_epilogues(ops, dtype, activation, N):
     x, weight = torch.randn(14, 40).to(dtype), torch.randn(N, 40).to(dtype) / 6
     bias, residual = torch.randn(N).to(dtype), torch.randn(14, N).to(dtype)
-    check(library, x, weight, activation=activation)
-    check(library, x, weight, bias, activation=activation)
-    check(library, x, weight, activation=activation, residual=residual)
+    check(ops, x, weight, activation=activation)
+    check(ops, x, weight, bias, activation=activation)
+    check(ops, x, weight, activation=activation, residual=residual)
 
 
 @pytest.mark.parametrize("rows,sms", [SMALL, MEDIUM, LARGE])
-def test_any_stride_and_alignment(library, dtype, rows, sms):
+def test_any_stride_and_alignment(ops, dtype, rows, sms):
     """The same bits as from contiguous tensors."""
     K, N = 72, 44
     x, weight, bias = torch.randn(rows, K).to(dtype), torch.randn(N, K).to(dtype), torch.randn(N).to(dtype)
     residual = torch.randn(rows, N).to(dtype)
-    right = check(library, x, weight, bias, residual=residual, sms=sms)
+    right = check(ops, x, weight, bias, residual=residual, sms=sms)
 
     def strided(t, before, after):
         wide = torch.full((*t.shape[:-1], before + t.shape[-1] + after), torch.nan, dtype=dtype)
@@ -117,90 +95,64 @@ def test_any_stride_and_alignment(library, dtype, rows, sms):
 
     for before, after in [(0, 8), (1, 0), (8, 3)]:
         for changed in ("x", "weight", "bias", "residual"):
-            tensors = dict(x=x, weight=weight, bias=bias, residual=residual)
+            tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
             tensors[changed] = strided(tensors[changed], before, after)
-            assert_same_bits(linear(library, **tensors, sms=sms), right, changed)
+            assert_same_bits(linear(ops, **tensors, sms=sms), right, changed)
 
 
 @pytest.mark.parametrize("K", [64, 77, 264])
-def test_bits_of_a_row_and_column_are_their_own(library, dtype, K):
+def test_bits_of_a_row_and_column_are_their_own(ops, dtype, K):
     """Whatever tile computes them: the decode of a token and its prefill, a fused and a separate product."""
     M, N = 130, 136
     x, weight = torch.randn(M, K).to(dtype), torch.randn(N, K).to(dtype)
     bias, residual = torch.randn(N).to(dtype), torch.randn(M, N).to(dtype)
-    options = dict(activation="silu")
-    whole = linear(library, x, weight, bias, residual=residual, sms=1, **options)
-    tiles = {tile_of(library)}
+    options = {"activation": "silu"}
+    whole = linear(ops, x, weight, bias, residual=residual, sms=1, **options)
+    tiles = {tile_of(ops)}
     for rows, sms in [(M, 132), (65, 132), (33, 132), (16, 132), (1, 132)]:
         some = slice(M - rows, M)
-        y = linear(library, x[some], weight, bias, residual=residual[some], sms=sms, seed=rows, **options)
+        y = linear(ops, x[some], weight, bias, residual=residual[some], sms=sms, seed=rows, **options)
         assert_same_bits(y, whole[some], f"{rows} rows")
-        tiles.add(tile_of(library))
+        tiles.add(tile_of(ops))
     assert tiles == ({(64, 64)} if dtype == torch.float32 else {(16, 32), (64, 64), (128, 128)})
     for columns in [slice(0, 40), slice(3, 136), slice(131, 132)]:
-        y = linear(library, x, weight[columns], bias[columns], residual=residual[:, columns], **options)
+        y = linear(ops, x, weight[columns], bias[columns], residual=residual[:, columns], **options)
         assert_same_bits(y, whole[:, columns])
 
 
-def test_offsets_beyond_32_bits(library):
+def test_offsets_beyond_32_bits(ops):
     x, weight, residual = (torch.randn(2, n).bfloat16() for n in (40, 40, 2))
-    right = check(library, x, weight, residual=residual)
-    assert_same_bits(linear(library, far_apart(x), far_apart(weight), residual=far_apart(residual)), right)
+    right = check(ops, x, weight, residual=residual)
+    assert_same_bits(linear(ops, far_apart(x), far_apart(weight), residual=far_apart(residual)), right)
 
 
-def test_nan_of_other_rows_stays_there(library, dtype):
+def test_nan_of_other_rows_stays_there(ops, dtype):
     x, weight = torch.randn(20, 40).to(dtype), torch.randn(24, 40).to(dtype)
-    clean = linear(library, x, weight)
+    clean = linear(ops, x, weight)
     x[3], weight[5, 7] = torch.nan, torch.inf
-    y = linear(library, x, weight)
+    y = linear(ops, x, weight)
     rows, columns = [i for i in range(20) if i != 3], [j for j in range(24) if j != 5]
     assert y[3].isnan().all() and not y[rows][:, 5].isfinite().any()
     assert_same_bits(y[rows][:, columns], clean[rows][:, columns])
 
 
-def test_no_terms_is_the_epilogue_alone(library, dtype):
+def test_no_terms_is_the_epilogue_alone(ops, dtype):
     bias = torch.randn(9).to(dtype)
-    assert_same_bits(linear(library, torch.empty(3, 0).to(dtype), torch.empty(9, 0).to(dtype), bias), bias.expand(3, 9))
+    assert_same_bits(linear(ops, torch.empty(3, 0).to(dtype), torch.empty(9, 0).to(dtype), bias), bias.expand(3, 9))
 
 
-def test_nothing_launches_nothing(library, dtype):
+def test_nothing_launches_nothing(ops, dtype):
     for M, N in [(0, 8), (8, 0)]:
-        linear(library, torch.empty(M, 8).to(dtype), torch.empty(N, 8).to(dtype))
-        assert library.launches() == []
+        linear(ops, torch.empty(M, 8).to(dtype), torch.empty(N, 8).to(dtype))
+        assert ops.launches == []
 
 
-# ---- qkv_projection_to_cache ---------------------------------------------------------------------------------------------
+# ---- qkv_projection_to_cache -----------------------------------------------------------------------------------------
 
 
-def qkv_to_cache(library, x, weight, bias, caches, slots, H, Hkv, rope=None, sms=132, seed=0):
-    library.reset()
-    library.seed(seed)
-    library.device(sms=sms)
-    D = caches[0].shape[3]
-    q = torch.empty(x.shape[0], H, D, dtype=x.dtype)
-    inputs = dict(x=x, weight=weight, bias=bias, slots=slots)
-    fields = {}
-    if rope is not None:
-        cos, sin, positions = rope
-        inputs.update(cos=cos, sin=sin, positions=positions)
-        fields = dict(
-            rope_cos=cos, rope_sin=sin, positions=positions, rope_cos_stride=cos.stride(0),
-            rope_sin_stride=sin.stride(0), max_pos=cos.shape[0],
-        )  # fmt: skip
-    for name, tensor in inputs.items():
-        library.register(name, tensor, "input")
-    library.register("q", q, "output")
-    for name, cache in zip(("key_cache", "value_cache"), caches, strict=True):
-        library.register(name, cache, "inout")
-    params = make(
-        "QkvToCacheParams", gemm=make("LinearParams", **gemm_fields(x, weight, bias)), H=H, Hkv=Hkv, D=D, q=q,
-        key_cache=caches[0], value_cache=caches[1], key_strides=caches[0].stride()[:3],
-        value_strides=caches[1].stride()[:3], block_size=caches[0].shape[1], num_blocks=caches[0].shape[0],
-        slot_mapping=slots, **fields,
-    )  # fmt: skip
-    library.call("qkv_to_cache", ctypes.byref(params))
-    library.check_outputs()
-    return q
+def qkv_to_cache(ops, x, weight, bias, caches, slots, H, Hkv, rope=None, sms=132, seed=0):
+    ops.sms, ops.seed = sms, seed
+    return ops.qkv_projection_to_cache(x, weight, bias, *caches, slots, n_heads=H, n_kv_heads=Hkv, rope=rope)
 
 
 def make_problem(H, Hkv, D, tokens, dtype, block_size=4, heads_first=False, K=40):
@@ -223,9 +175,9 @@ HEADS = [(1, 1, 1), (2, 1, 7), (3, 1, 6), (2, 2, 8), (4, 2, 24), (2, 1, 64), (6,
 
 @pytest.mark.parametrize(("H", "Hkv", "D"), HEADS)
 @pytest.mark.parametrize("rows,sms", [(5, 132), (21, 132), (65, 1)])
-def test_qkv_to_cache(library, dtype, H, Hkv, D, rows, sms):
-    x, weight, bias, caches, slots, rope = make_problem(H, Hkv, D, rows, dtype, heads_first=D % 3 == 0)
-    for bias, rope in [(bias, rope), (None, None)]:
+def test_qkv_to_cache(ops, dtype, H, Hkv, D, rows, sms):
+    x, weight, some_bias, caches, slots, some_rope = make_problem(H, Hkv, D, rows, dtype, heads_first=D % 3 == 0)
+    for bias, rope in [(some_bias, some_rope), (None, None)]:
         exact, plain = [c.double() for c in caches], [c.clone() for c in caches]
         with reference.precision(torch.float64):
             q_exact = reference.qkv_projection_to_cache(
@@ -235,7 +187,7 @@ def test_qkv_to_cache(library, dtype, H, Hkv, D, rows, sms):
             q_plain = reference.qkv_projection_to_cache(
                 x, weight, bias, *plain, slots, n_heads=H, n_kv_heads=Hkv, rope=rope
             )
-        q = qkv_to_cache(library, x, weight, bias, caches, slots, H, Hkv, rope, sms=sms, seed=rows)
+        q = qkv_to_cache(ops, x, weight, bias, caches, slots, H, Hkv, rope, sms=sms, seed=rows)
         terms = 1.5 * (x.double().abs() @ weight.double().abs().T).max().item() + 3  # rotated, with bias
         results = zip(("q", "k", "v"), [q, *caches], [q_exact, *exact], [q_plain, *plain], strict=True)
         for name, got, right, other in results:
@@ -244,37 +196,37 @@ def test_qkv_to_cache(library, dtype, H, Hkv, D, rows, sms):
 
 @pytest.mark.parametrize("rows,sms", [SMALL, MEDIUM, LARGE])
 @pytest.mark.parametrize("D", [6, 64])
-def test_qkv_to_cache_is_linear_to_the_bit(library, dtype, rows, sms, D):
+def test_qkv_to_cache_is_linear_to_the_bit(ops, dtype, rows, sms, D):
     """Without rotation; and with it, whatever the tile: one row alone has the bits it has among others."""
     H, Hkv = 3, 1
     x, weight, bias, caches, slots, rope = make_problem(H, Hkv, D, rows, dtype)
-    right = linear(library, x, weight, bias).view(rows, H + 2 * Hkv, D).split([H, Hkv, Hkv], 1)
+    right = linear(ops, x, weight, bias).view(rows, H + 2 * Hkv, D).split([H, Hkv, Hkv], 1)
     expected = [cache.clone() for cache in caches]
     reference.append_kv(*right[1:], *expected, slots)
-    q = qkv_to_cache(library, x, weight, bias, caches, slots, H, Hkv, sms=sms)
+    q = qkv_to_cache(ops, x, weight, bias, caches, slots, H, Hkv, sms=sms)
     for got, wanted in zip([q, *caches], [right[0], *expected], strict=True):
         assert_same_bits(got, wanted)
 
-    q = qkv_to_cache(library, x, weight, bias, caches, slots, H, Hkv, rope, sms=sms)
+    q = qkv_to_cache(ops, x, weight, bias, caches, slots, H, Hkv, rope, sms=sms)
     row = int((slots >= 0).nonzero()[-1])
     one = slice(row, row + 1)
     again = [cache.clone() for cache in caches]
     for cache in again:
         cache.flatten(0, 1)[slots[one]] = 0
     position = (rope[0], rope[1], rope[2][one])
-    q_row = qkv_to_cache(library, x[one], weight, bias, again, slots[one], H, Hkv, position)
+    q_row = qkv_to_cache(ops, x[one], weight, bias, again, slots[one], H, Hkv, position)
     for got, wanted in zip([q_row, *again], [q[one], *caches], strict=True):
         assert_same_bits(got, wanted)
 
 
-def test_qkv_to_cache_keeps_to_the_cache_and_the_tables(library, dtype):
+def test_qkv_to_cache_keeps_to_the_cache_and_the_tables(ops, dtype):
     """The host cannot read slots and positions on a device: bad ones write nothing, and read no other memory."""
     x, weight, bias, caches, slots, rope = make_problem(2, 1, 16, 6, dtype)
     slots.copy_(torch.tensor([-5, 1 << 50, len(caches[0]) * 4, 1, -1, 2]))
     before = [cache.clone() for cache in caches]
     cos, sin, _ = rope
     positions = torch.tensor([-1, 50, 1 << 40, 3, -(1 << 60), 49])
-    qkv_to_cache(library, x, weight, bias, caches, slots, 2, 1, (cos, sin, positions))
+    qkv_to_cache(ops, x, weight, bias, caches, slots, 2, 1, (cos, sin, positions))
     for cache, old in zip(caches, before, strict=True):
         changed = (cache != old).flatten(2).any(2).flatten()
         assert changed.nonzero().flatten().tolist() == [1, 2]
@@ -286,12 +238,12 @@ def test_qkv_to_cache_keeps_to_the_cache_and_the_tables(library, dtype):
 @pytest.mark.parametrize(("M", "N", "K", "sms", "tile"), [
     (16, 64, 256, 132, (16, 32, 128)), (64, 128, 128, 132, (64, 64, 64)), (256, 128, 96, 1, (128, 128, 32)),
 ])  # fmt: skip
-def test_counters(library, M, N, K, sms, tile):
+def test_counters(ops, M, N, K, sms, tile):
     """Each tile reads its rows of x and W once, in whole sectors; shared memory has no bank conflict."""
     x, weight = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
     bias, residual = torch.randn(N).bfloat16(), torch.randn(M, N).bfloat16()
-    linear(library, x, weight, bias, residual=residual, activation="gelu", sms=sms)
-    (launch,) = library.launches()
+    linear(ops, x, weight, bias, residual=residual, activation="gelu", sms=sms)
+    (launch,) = ops.launches
     tile_m, tile_n, depth = tile
     m_tiles, n_tiles, steps = M // tile_m, N // tile_n, K // depth
     assert launch["blocks"] == m_tiles * n_tiles
@@ -306,12 +258,12 @@ def test_counters(library, M, N, K, sms, tile):
     assert launch["barriers"] == launch["blocks"] * (steps + 2)
 
 
-def test_cache_rows_are_written_in_whole_sectors(library):
+def test_cache_rows_are_written_in_whole_sectors(ops):
     H, Hkv, D, tokens = 4, 2, 64, 64
     x, weight, bias, caches, slots, rope = make_problem(H, Hkv, D, tokens, torch.bfloat16)
     slots = torch.randperm(len(caches[0]) * 4)[:tokens]
-    qkv_to_cache(library, x, weight, bias, caches, slots, H, Hkv, rope)
-    (launch,) = library.launches()
+    qkv_to_cache(ops, x, weight, bias, caches, slots, H, Hkv, rope)
+    (launch,) = ops.launches
     assert launch["traffic"]["q"]["store_sectors"] == tokens * H * D * 2 // 32
     assert launch["traffic"]["key_cache"]["store_sectors"] == tokens * Hkv * D * 2 // 32
     assert launch["traffic"]["value_cache"]["store_sectors"] == tokens * Hkv * D * 2 // 32
