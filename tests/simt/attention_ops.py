@@ -42,10 +42,11 @@ class AttentionOps:
         out, lse = q.new_empty(q.shape), torch.empty(b, h, tq)
         self._run(
             q, k, v, out, lse, causal=causal, **options,
-            fields=dict(
-                B=b, Tq=tq, Tk=k.shape[1], q_batch_stride=q.stride(0), k_batch_stride=k.stride(0),
-                v_batch_stride=v.stride(0), out_batch_stride=tq * h * d, lse_batch_stride=h * tq, lse_head_stride=tq,
-            ),
+            fields={
+                "B": b, "Tq": tq, "Tk": k.shape[1], "q_batch_stride": q.stride(0), "k_batch_stride": k.stride(0),
+                "v_batch_stride": v.stride(0), "out_batch_stride": tq * h * d, "lse_batch_stride": h * tq,
+                "lse_head_stride": tq,
+            },
         )  # fmt: skip
         return (out, lse) if return_lse else out
 
@@ -56,11 +57,11 @@ class AttentionOps:
         out, lse = q.new_empty(q.shape), torch.empty(q.shape[1], q.shape[0])
         self._run(
             q, k, v, out, lse, causal=causal, **options,
-            indices=dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k),
-            fields=dict(
-                B=len(cu_seqlens_q) - 1, Tq=max_seqlen_q or _longest(cu_seqlens_q), total_q=q.shape[0],
-                Tk=max_seqlen_k or _longest(cu_seqlens_k), total_k=k.shape[0], lse_head_stride=q.shape[0],
-            ),
+            indices={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
+            fields={
+                "B": len(cu_seqlens_q) - 1, "Tq": max_seqlen_q or _longest(cu_seqlens_q), "total_q": q.shape[0],
+                "Tk": max_seqlen_k or _longest(cu_seqlens_k), "total_k": k.shape[0], "lse_head_stride": q.shape[0],
+            },
         )  # fmt: skip
         return (out, lse) if return_lse else out
 
@@ -70,21 +71,26 @@ class AttentionOps:
     ):  # fmt: skip
         out = q.new_empty(q.shape)
         block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-        indices = dict(block_table=block_table, seq_lens=seq_lens)
-        fields = dict(
-            B=len(seq_lens), Tk=max_seqlen_k or max(seq_lens.tolist(), default=0), num_blocks=key_cache.shape[0],
-            block_size=key_cache.shape[1], block_table_stride=block_table.stride(0),
-            k_batch_stride=key_cache.stride(0), v_batch_stride=value_cache.stride(0),
-        )  # fmt: skip
+        indices = {"block_table": block_table, "seq_lens": seq_lens}
+        fields = {
+            "B": len(seq_lens), "Tk": max_seqlen_k or max(seq_lens.tolist(), default=0),
+            "num_blocks": key_cache.shape[0], "block_size": key_cache.shape[1],
+            "block_table_stride": block_table.stride(0),
+            "k_batch_stride": key_cache.stride(0), "v_batch_stride": value_cache.stride(0),
+        }  # fmt: skip
         if cu_seqlens_q is None:
             b, tq, h, d = q.shape
             lse = torch.empty(b, h, tq)
-            fields |= dict(Tq=tq, q_batch_stride=q.stride(0), out_batch_stride=tq * h * d)
-            fields |= dict(lse_batch_stride=h * tq, lse_head_stride=tq)
+            fields |= {"Tq": tq, "q_batch_stride": q.stride(0), "out_batch_stride": tq * h * d}
+            fields |= {"lse_batch_stride": h * tq, "lse_head_stride": tq}
         else:
             lse = torch.empty(q.shape[1], q.shape[0])
-            indices |= dict(cu_seqlens_q=cu_seqlens_q)
-            fields |= dict(Tq=max_seqlen_q or _longest(cu_seqlens_q), total_q=q.shape[0], lse_head_stride=q.shape[0])
+            indices |= {"cu_seqlens_q": cu_seqlens_q}
+            fields |= {
+                "Tq": max_seqlen_q or _longest(cu_seqlens_q),
+                "total_q": q.shape[0],
+                "lse_head_stride": q.shape[0],
+            }
         self._run(q, key_cache, value_cache, out, lse, causal=causal, **options, indices=indices, fields=fields)
         return (out, lse) if return_lse else out
 
@@ -98,7 +104,7 @@ class AttentionOps:
         def lse_strides(x):
             return [0, *x.stride()] if ragged else x.stride()
 
-        inputs = dict(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+        inputs = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
         params = make(
             "MergeAttentionParams", dtype=out_a.dtype, B=1 if ragged else out_a.shape[0], T=out_a.shape[-3],
             H=out_a.shape[-2], D=out_a.shape[-1], a_strides=strides(out_a), b_strides=strides(out_b),
@@ -114,7 +120,16 @@ class AttentionOps:
         self, q, k, v, out, lse, *, fields, indices=None, causal, scale=None, window=None, softcap=0.0,
         alibi_slopes=None, sinks=None, mask=None, bias=None,
     ):  # fmt: skip
-        tensors = dict(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks, mask=mask, bias=bias, **(indices or {}))
+        tensors = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "mask": mask,
+            "bias": bias,
+            **(indices or {}),
+        }
         tensors = {name: x for name, x in tensors.items() if x is not None}
         left, right = (-1, -1) if window is None else window
         if alibi_slopes is not None and alibi_slopes.dim() == 2:
@@ -122,7 +137,7 @@ class AttentionOps:
         if mask is not None:
             fields["mask_strides"] = _broadcast_strides(mask)
         if bias is not None:
-            fields |= dict(bias_strides=_broadcast_strides(bias), bias_dtype=bias.dtype)
+            fields |= {"bias_strides": _broadcast_strides(bias), "bias_dtype": bias.dtype}
         params = make(
             "AttentionParams", dtype=q.dtype, H=q.shape[-2], Hkv=k.shape[-2], D=q.shape[-1], out=out, lse=lse,
             q_row_stride=q.stride(-3), q_head_stride=q.stride(-2), k_row_stride=k.stride(-3),

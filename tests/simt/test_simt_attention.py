@@ -66,11 +66,16 @@ OPTIONS = [
 SIZES = [
     *(Case(((7, 7), (1, 65), (3, 10)), head_dim=d) for d in TENSOR_CORE_DIMS),
     *(Case(((70, 200),), heads=(2, 2), head_dim=d) for d in TENSOR_CORE_DIMS),  # several tiles and steps
-    *(Case((pair,), heads=(3, 1), **D64) for pair in [(1, 1), (2, 1), (5, 3), (1, 63), (3, 64), (13, 129), (0, 5), (3, 0)]),
+    *(
+        Case((pair,), heads=(3, 1), **D64)
+        for pair in [(1, 1), (2, 1), (5, 3), (1, 63), (3, 64), (13, 129), (0, 5), (3, 0)]
+    ),
     *(Case(((5, 70), (1, 9)), heads=heads, **D64) for heads in ((1, 1), (5, 1), (6, 3), (17, 1), (40, 2))),
     *(Case(((1, 1025), (20, 600), (2, 3)), heads=(2, 1), head_dim=d) for d in (64, 128, 256)),  # splits of 512 keys
 ]
-RANDOM = [dataclasses.replace(random_case(seed), head_dim=d) for seed, d in zip(range(20), TENSOR_CORE_DIMS * 4, strict=True)]
+RANDOM = [
+    dataclasses.replace(random_case(seed), head_dim=d) for seed, d in zip(range(20), TENSOR_CORE_DIMS * 4, strict=True)
+]
 PLAIN = [
     *(Case(((7, 7), (1, 65), (3, 10)), head_dim=d) for d in (1, 3, 64, 72, 300)),
     Case(((2, 70),), heads=(2, 1), head_dim=1030),  # longer than what of Q stays in shared memory
@@ -258,9 +263,8 @@ def test_any_strides(ops, dtype, head_dim):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("kernel", ["tensor cores", "plain"])
 def test_offsets_beyond_32_bits(ops, kernel, paged):
-    case = Case(((3, 40), (3, 40)), heads=(2, 1), head_dim=64 if kernel == "tensor cores" else 8, mask="bhqk", bias="bhqk",
-                bias_in_q_dtype=True)  # fmt: skip
-    problem = build(case, BF16)
+    head_dim = 64 if kernel == "tensor cores" else 8
+    problem = build(Case(((3, 40), (3, 40)), head_dim=head_dim, mask="bhqk", bias="bhqk", bias_in_q_dtype=True), BF16)
     q, k, v = (torch.stack(x) for x in (problem.q, problem.k, problem.v))
     table, lens = torch.tensor([[0], [1]], dtype=torch.int32), torch.tensor([40, 40], dtype=torch.int32)
 
@@ -301,13 +305,17 @@ def test_bounds_are_hints_only(ops):
     right = ops.attention_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True)
     for sms in (WALK, SHARE):
         ops.sms = sms
-        long = ops.attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=300, max_seqlen_k=3000, causal=True, return_lse=True)
+        long = ops.attention_varlen(
+            q, k, v, cu_q, cu_k, max_seqlen_q=300, max_seqlen_k=3000, causal=True, return_lse=True
+        )
         check_same(long, right, "long bounds")
 
 
 def test_nothing_launches_nothing(ops):
     for b, tq, h in [(0, 3, 2), (2, 0, 2)]:
-        out, lse = ops.attention(torch.empty(b, tq, h, 64), torch.empty(b, 5, 1, 64), torch.empty(b, 5, 1, 64), return_lse=True)
+        out, lse = ops.attention(
+            torch.empty(b, tq, h, 64), torch.empty(b, 5, 1, 64), torch.empty(b, 5, 1, 64), return_lse=True
+        )
         assert ops.launches == [] and out.shape == (b, tq, h, 64) and lse.shape == (b, h, tq)
     for dtype, d in ((BF16, 64), (F32, 8)):
         q, k = torch.randn(2, 3, 2, d).to(dtype), torch.empty(2, 0, 1, d, dtype=dtype)

@@ -33,7 +33,9 @@ def check(ops, out_a, lse_a, out_b, lse_b):
     return out, lse
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 5, 3, 7), (1, 9, 2, 64), (2, 3, 4, 80), (1, 2, 1, 300), (65, 2, 24)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (2, 5, 3, 7), (1, 9, 2, 64), (2, 3, 4, 80), (1, 2, 1, 300), (65, 2, 24)]
+)
 def test_against_reference(ops, shape, dtype):
     lse_shape = (shape[0], shape[2], shape[1]) if len(shape) == 4 else (shape[1], shape[0])
     outs, lses = [torch.randn(shape).to(dtype) for _ in range(2)], [torch.randn(lse_shape) * 5 for _ in range(2)]
