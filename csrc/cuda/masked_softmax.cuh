@@ -122,14 +122,16 @@ ATTN_DEVICE float max_of_all(const float (&x)[n], float max) {
   return max;
 }
 
-// x = e^(x - max), with max given as max * log2(e), or 0 where no column is seen.
+// x = e^(x - max). The difference comes first: scores may be so large that their products with log2(e) are not exact
+// enough, or not finite.
 template <int n>
-ATTN_DEVICE void exponentiate(float (&x)[n], float scaled_max) {
+ATTN_DEVICE void exponentiate(float (&x)[n], float max) {
   ATTN_UNROLL
-  for (int e = 0; e < n; ++e) x[e] = simt::ex2(simt::fma(x[e], kLog2e, -scaled_max));
+  for (int e = 0; e < n; ++e) x[e] = simt::ex2((x[e] - max) * kLog2e);
 }
 
-ATTN_DEVICE float scaled(float max) { return max == -INFINITY ? 0.0f : max * kLog2e; }
+// What to subtract: 0 where no column is seen.
+ATTN_DEVICE float finite_max(float max) { return max == -INFINITY ? 0.0f : max; }
 ATTN_DEVICE float reciprocal(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
 // Sum of a warp's chunk of sums.
@@ -185,7 +187,7 @@ softmax_warp_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
       transform(a, row, i * kChunk<T>, x[i]);
       max = max_of_all(x[i], max);
     }
-    max = scaled(warp_max(max));
+    max = finite_max(warp_max(max));
     float sums[kVec<T>] = {};
     ATTN_UNROLL
     for (int i = 0; i < chunks; ++i) {
@@ -257,7 +259,7 @@ softmax_block_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
       max = max_of_all(x, max);
       if (i < a.kept) keep<T>(i, x);
     }
-    max = scaled(over_warps(maxima, warp_max(max), [](float u, float v) { return simt::max(u, v); }));
+    max = finite_max(over_warps(maxima, warp_max(max), [](float u, float v) { return simt::max(u, v); }));
 
     float sums[kVec<T>] = {};
     i = 0;
