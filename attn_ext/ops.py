@@ -235,8 +235,8 @@ def attention(
         return_lse: also return the log-sum-exp of the scores.
     Returns:
         out (B, Tq, H, D), contiguous, dtype of q; with return_lse also lse (B, H, Tq), natural logarithm, float32
-        (float64 for float64). A query that sees no key gives output 0 and lse -inf; keys it does not see never reach
-        it, NaN and inf included.
+        (float64 for float64). A query that sees no key gives output 0 and lse -inf (with sinks, the sink's logit);
+        keys it does not see never reach it, NaN and inf included.
 
     >>> import torch, attn_ext
     >>> q = k = torch.zeros(1, 3, 1, 2)

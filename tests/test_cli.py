@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from attn_ext.cli import main
 from attn_ext.llama import Llama, LlamaConfig
 from attn_ext.nanogpt import GPT, GPTConfig
 
@@ -34,6 +35,21 @@ def run(*arguments, status=0, **options):
     assert result.returncode == status, result.stdout + result.stderr
     assert "Traceback" not in result.stderr and "\x1b" not in result.stdout + result.stderr
     return result
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """Like `run`, in this process, which has imported torch already: for what is the same in one of its own."""
+
+    def run_here(*arguments, status=0):
+        monkeypatch.setattr(sys, "argv", ["attn-ext", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        assert end.value.code == status, out + err
+        return subprocess.CompletedProcess(arguments, status, out, err)
+
+    return run_here
 
 
 def save_tokenizer(folder: Path) -> int:
@@ -110,9 +126,9 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(llama):
     assert (quiet.stdout, quiet.stderr) == (result.stdout, "")
 
 
-def test_sampling_repeats_with_a_seed(checkpoint):
+def test_sampling_repeats_with_a_seed(checkpoint, run_here):
     options = ["generate", "ab", "-m", checkpoint, "-n", 12, "--temperature", 1, "--top-k", 50, "--top-p", 0.95, "-q"]
-    first, again, other = (run(*options, "--seed", seed).stdout for seed in (1, 1, 2))
+    first, again, other = (run_here(*options, "--seed", seed).stdout for seed in (1, 1, 2))
     assert first == again != other
 
 
@@ -125,21 +141,21 @@ def test_stop_dtype_and_stdin(llama):
     assert stopped == "My hobby" + new[: new.index(stop)] + "\n"
 
 
-def test_prompts_file_gives_what_each_prompt_gives_alone(llama, tmp_path):
+def test_prompts_file_gives_what_each_prompt_gives_alone(llama, tmp_path, run_here):
     prompts = ["My hobby is", "The same beginning, one", "The same beginning, two"]
     file = tmp_path / "prompts.txt"
     file.write_text("\n\n".join(prompts) + "\n")
     # One prompt has room at a time or two: they wait, share the beginning, and come out in their order.
     result = run("generate", "--prompts-file", file, "-m", llama, "-n", 8, "--block-size", 4, "--num-blocks", 12)
     answers = re.fullmatch("\n".join(rf"> {prompt}\n(.*)\n" for prompt in prompts), result.stdout, re.S).groups()
-    alone = [run("generate", p, "-m", llama, "-n", 8, "-q").stdout.removeprefix(p).strip() for p in prompts]
+    alone = [run_here("generate", p, "-m", llama, "-n", 8, "-q").stdout.removeprefix(p).strip() for p in prompts]
     assert [answer.strip() for answer in answers] == alone
     assert int(SUMMARY.search(result.stderr)[1]) == 24
     assert "3 ended at the length limit" in result.stderr
 
 
-def test_full_cache_is_said(llama):
-    result = run("generate", "abcdef", "-m", llama, "-n", 50, "--num-blocks", 2, "--block-size", 4)
+def test_full_cache_is_said(llama, run_here):
+    result = run_here("generate", "abcdef", "-m", llama, "-n", 50, "--num-blocks", 2, "--block-size", 4)
     assert "ended because the cache is full" in result.stderr
 
 
@@ -179,15 +195,21 @@ def test_a_reader_that_closes_early_is_no_error(llama):
         ("bench --op conv", "op must be one of linear, attention, paged_attention, masked_softmax, got 'conv'"),
     ],
 )
-def test_a_users_mistake_is_one_line(arguments, message):
+def test_a_users_mistake_is_one_line(arguments, message, run_here):
     command, *rest = (argument.replace("+", " ") for argument in arguments.split())
-    result = run(command, *rest, status=1)
+    result = run_here(command, *rest, status=1)
     assert re.fullmatch(f"attn-ext {command}: {message}\n", result.stderr) and result.stdout == ""
 
 
-def test_mistakes_that_need_a_model(llama, checkpoint, tmp_path):
+def test_a_mistake_in_a_process_of_its_own():
+    assert run("generate", "a", "-m", "./none", status=1).stderr == (
+        "attn-ext generate: ./none: no such file or directory\n"
+    )
+
+
+def test_mistakes_that_need_a_model(llama, checkpoint, tmp_path, run_here):
     def error(*arguments):
-        return run(*arguments, status=1).stderr
+        return run_here(*arguments, status=1).stderr
 
     shutil.copy(checkpoint, tmp_path / "ckpt.pt")
     assert error("generate", "a", "-m", tmp_path / "ckpt.pt") == (
