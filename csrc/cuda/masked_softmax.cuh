@@ -149,12 +149,21 @@ ATTN_DEVICE float tree_sum(bool vector, float (&sums)[kVec<T>]) {
   return vector ? warp_sum(sums[0]) : sums[0];
 }
 
-// Stores a chunk of exponentials times `factor`.
+// In a row with a NaN or +inf score every seen weight is NaN, and what is not seen is 0: x becomes 1 or 0.
+template <class T>
+ATTN_DEVICE void mark_seen(const SoftmaxArgs& a, const Row<T>& row, int64_t first, float (&x)[kVec<T>]) {
+  load_scores(row.scores + first, row.visible - first, a.vector, x);
+  transform(a, row, first, x);
+  ATTN_UNROLL
+  for (int e = 0; e < kVec<T>; ++e) x[e] = x[e] == -INFINITY ? 0.0f : 1.0f;
+}
+
+// Stores a chunk of exponentials times `factor`; a 0 stays 0 even if that is NaN.
 template <class T>
 ATTN_DEVICE void store_weights(const SoftmaxArgs& a, const Row<T>& row, int64_t first, float factor,
                                float (&x)[kVec<T>]) {
   ATTN_UNROLL
-  for (int e = 0; e < kVec<T>; ++e) x[e] *= factor;
+  for (int e = 0; e < kVec<T>; ++e) x[e] = x[e] == 0.0f ? 0.0f : x[e] * factor;
   if (a.vector) {
     const int64_t column = first + column_of<T>(true, 0);
     if (column < a.p.Tk) store_vector(row.out + column, x);
@@ -197,8 +206,10 @@ softmax_warp_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
     }
     const float factor = reciprocal(tree_sum<T>(a.vector, sums));
     ATTN_UNROLL
-    for (int i = 0; i < chunks; ++i)
+    for (int i = 0; i < chunks; ++i) {
+      if (factor != factor) mark_seen(a, row, i * kChunk<T>, x[i]);
       if (i * kChunk<T> < a.p.Tk) store_weights(a, row, i * kChunk<T>, factor, x[i]);
+    }
   }
 }
 
@@ -281,7 +292,9 @@ softmax_block_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
     for (int64_t first = start; first < a.p.Tk; first += step, ++i) {
       float x[kVec<T>] = {};
       if (first < row.visible) {
-        if (i < a.kept) {
+        if (factor != factor) {
+          mark_seen(a, row, first, x);
+        } else if (i < a.kept) {
           recall<T>(i, x);
         } else {
           logits(first, x);
