@@ -54,9 +54,19 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens written out in it (such as <|im_end|>) become their ids."""
+        """Token ids of `text`; special tokens written out in it (such as <|im_end|>) become their ids.
+
+        Raises ValueError for a lone surrogate, which is how Python keeps a byte that is not UTF-8.
+        """
         bos = [] if self.bos_id is None else [self.bos_id]
-        return bos + self.backend.encode(text).ids
+        return bos + self._encode("encode", text)
+
+    def _encode(self, what: str, text: str, **options) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise ValueError(f"{what}: the text must be UTF-8, got {text[e.start]!r} at position {e.start}") from e
+        return self.backend.encode(text, **options).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens; incomplete UTF-8 becomes U+FFFD."""
@@ -77,7 +87,7 @@ class Tokenizer:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         text = _render(self.chat_template, messages=messages, add_generation_prompt=True, **self.special_tokens)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self._encode("chat", text, add_special_tokens=False)
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer | None:
