@@ -217,7 +217,15 @@ def _end_tokens(backend) -> list[int]:
 
 
 def _json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path.name} is not valid JSON: {e}") from e
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} must hold a JSON object, got {type(content).__name__}")
+    return content
 
 
 def _render(template: str, **variables) -> str:
