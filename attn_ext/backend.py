@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from attn_ext._extension import _C
@@ -29,11 +31,16 @@ def active_backend() -> str:
     return _C.active_backend()
 
 
+_lock = threading.Lock()
+_entered: list[use_backend] = []  # contexts whose end is to come, in the order they were entered
+
+
 class use_backend:
     """Use the named backend, for the whole process: as a call for good, as a context manager until its end.
 
     An unknown name, or one this machine cannot run, raises ValueError and lists the possible ones. The environment
-    variable ATTN_EXT_BACKEND does the same when attn_ext is imported.
+    variable ATTN_EXT_BACKEND does the same when attn_ext is imported. Where contexts of several threads overlap, the
+    one entered last decides for all of them, and the last to end restores what was in use before the first.
 
     >>> import attn_ext
     >>> with attn_ext.use_backend("scalar"):
@@ -42,14 +49,23 @@ class use_backend:
     """
 
     def __init__(self, name: str):
-        self._before = _C.active_backend()
-        _C.use_backend(name)
+        with _lock:
+            self._before = _C.active_backend()
+            _C.use_backend(name)
 
     def __enter__(self) -> use_backend:
+        with _lock:
+            _entered.append(self)
         return self
 
     def __exit__(self, *_) -> None:
-        _C.use_backend(self._before)
+        with _lock:
+            at = _entered.index(self)
+            if at == len(_entered) - 1:
+                _C.use_backend(self._before)
+            else:  # another thread's, entered later, goes on: it has the backend of before to restore
+                _entered[at + 1]._before = self._before
+            del _entered[at]
 
 
 def build_info() -> dict:

@@ -200,7 +200,7 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, H, D); k, v: (total_k, Hkv, D), or caches (num_blocks, page_size, Hkv, D) with a block_table.
         cu_seqlens_q, cu_seqlens_k: (B + 1) int32, where each sequence begins, and the total.
-        max_seqlen_q, max_seqlen_k: the longest lengths.
+        max_seqlen_q, max_seqlen_k: at least the longest lengths.
         block_table: (B, max_blocks) int32, the pages of each sequence; any page size.
         The rest as in `flash_attn_func`.
     Returns:
@@ -219,7 +219,15 @@ def flash_attn_varlen_func(
     if block_table is None:
         result = ops.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k=max_seqlen_k, **options)
     else:
+        check = functools.partial(_check, "flash_attn_varlen_func")
+        _check_shape(check, "cu_seqlens_k", cu_seqlens_k, (block_table.shape[0] + 1,))
+        check(cu_seqlens_k[0] == 0, f"cu_seqlens_k must start with 0, got {cu_seqlens_k[0]}")
         seq_lens = cu_seqlens_k.diff()
+        longest = max(seq_lens.tolist(), default=0)
+        check(
+            max_seqlen_k is None or max_seqlen_k >= longest,
+            f"max_seqlen_k must be at least the longest sequence ({longest}), got {max_seqlen_k}",
+        )
         result = ops.paged_attention(q, k, v, block_table, seq_lens, cu_seqlens_q=cu_seqlens_q, **options)
     return _with_probs(result, q, return_attn_probs)
 
@@ -421,6 +429,8 @@ def flash_attn_with_kvcache(
         needed = 1 + max([p.max().item() for p in (positions, q_positions) if p.numel()], default=-1)
         _check_shape(check, "rotary_cos", rotary_cos, (None, None))
         _check_shape(check, "rotary_sin", rotary_sin, rotary_cos.shape)
+        for name, table in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+            check(table.is_floating_point(), f"{name} must have a float dtype, got {table.dtype}")
         rows, half = rotary_cos.shape
         check(rows >= needed, f"rotary_cos must have a row for each of {needed} positions, got {rows}")
         check(2 * half <= q.shape[3], f"rotary_cos must have at most {q.shape[3] // 2} columns (D / 2), got {half}")
@@ -438,6 +448,8 @@ def _rows_as_pages(check, k_cache: Tensor, cache_batch_idx: Tensor | None, batch
         check(rows == batch, f"k_cache must have the batch size of q ({batch}) without cache_batch_idx, got {rows}")
         cache_batch_idx = torch.arange(batch, device=device)
     _check_shape(check, "cache_batch_idx", cache_batch_idx, (batch,))
+    dtype = cache_batch_idx.dtype
+    check(dtype in (torch.int32, torch.int64), f"cache_batch_idx must be int32 or int64, got {dtype}")
     inside = bool(((cache_batch_idx >= 0) & (cache_batch_idx < rows)).all())
     check(inside, f"cache_batch_idx must be in [0, {rows}), got {cache_batch_idx.tolist()}")
     return cache_batch_idx.to(torch.int32).unsqueeze(1)

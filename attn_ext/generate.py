@@ -14,6 +14,7 @@ every request draws from a random generator of its own.
 from __future__ import annotations
 
 import math
+import numbers
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attn_ext.kv_cache import CacheStats, PagedKVCache, StepBatch
+from attn_ext.kv_cache import CacheStats, PagedKVCache, StepBatch, token_ids
 
 __all__ = ["Completion", "Engine", "EngineStats", "Event", "PagedModel", "SamplingParams", "generate", "sample"]
 
@@ -78,11 +79,16 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"SamplingParams: {name} must be {rule}, got {getattr(self, name)!r}")
 
-        stop = (self.stop,) if isinstance(self.stop, int | str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, int | str) else self.stop
+        check(isinstance(stop, Iterable), "stop", "token ids and non-empty strings")
+        stop = tuple(stop)
         object.__setattr__(self, "stop", stop)
         for name in ("max_new_tokens", "top_k", "seed"):
             value = getattr(self, name)
             check(isinstance(value, int) or (value is None and name != "max_new_tokens"), name, "an integer")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            check(isinstance(value, numbers.Real) or (value is None and name == "top_p"), name, "a number")
         check(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
         check(0 <= self.temperature < math.inf, "temperature", "at least 0 and finite")
         check(self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None for no limit")
@@ -104,8 +110,9 @@ def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator | 
     """
     if params.temperature == 0:
         return int(logits.argmax())
-    logits = (logits - logits.max()) / params.temperature  # the maximum first: a small temperature cannot overflow
-    tokens = torch.arange(len(logits))
+    # The maximum first: a small temperature cannot overflow. One that the dtype rounds to 0 would give 0 / 0.
+    logits = (logits - logits.max()) / max(params.temperature, torch.finfo(logits.dtype).tiny)
+    tokens = torch.arange(len(logits), device=logits.device)
     if params.top_k is not None:
         tokens = tokens[logits >= logits.topk(min(params.top_k, len(logits))).values[-1]]
         logits = logits[tokens]
@@ -133,15 +140,17 @@ class Completion:
     time_to_first_token: float | None  # seconds from submission; None when it ended before
     prefix_hit_tokens: int  # prompt tokens found in the cache when it was admitted
     preemptions: int  # times it gave up its blocks and was computed again
+    error: str | None = None  # what went wrong, where the reason is "error"
 
 
 class Event(NamedTuple):
     """What happened to one request in one step.
 
     finish_reason: None while the request goes on; "stop" (a stop token or string), "length" (max_new_tokens, or the
-    model's context is full), "cache_full" (alone it fills the whole cache) or "aborted". token is None when the request
-    ended without one, which is so for a stop token. text: what this step adds to the text, "" without a tokenizer;
-    text that may become part of a stop string or of a longer character is held back.
+    model's context is full), "cache_full" (alone it fills the whole cache), "aborted" or "error" (no token could be
+    drawn, as from NaN logits, or the tokenizer could not decode it; the completion says which). token is None
+    when the request ended without one, which is so for a stop token. text: what this step adds to the text, "" without
+    a tokenizer; text that may become part of a stop string or of a longer character is held back.
     """
 
     request_id: int
@@ -256,8 +265,8 @@ class Engine:
         max_batch_tokens: int = 512, max_seqs: int = 64, prefix_cache: bool = True, tokenizer=None,
     ):  # fmt: skip
         for name, value in (("max_batch_tokens", max_batch_tokens), ("max_seqs", max_seqs), ("block_size", block_size)):
-            if value < 1:
-                raise ValueError(f"Engine: {name} must be at least 1, got {value}")
+            if not hasattr(value, "__index__") or value < 1:
+                raise ValueError(f"Engine: {name} must be an integer of at least 1, got {value!r}")
         if num_blocks is None:
             shape = (model.n_layers, model.n_kv_heads, model.head_dim)
             block_nbytes = PagedKVCache.block_nbytes(*shape, block_size, model.dtype)
@@ -280,7 +289,7 @@ class Engine:
         # Both in order of submission, and all that runs is older than all that waits.
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
-        self._aborted: list[Event] = []  # for the next step to report
+        self._events: deque[Event] = deque()  # what happened and nobody has been told of yet
         self._next_id = self._steps = self._finished = self._preemptions = self._peak_blocks = 0
         self._computed = self._generated = self._prefix_hits = 0
         self._elapsed, self._first_tokens, self._first_token_time = 0.0, 0, 0.0
@@ -305,7 +314,7 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError("Engine.submit: prompt must be token ids where there is no tokenizer, got a string")
             prompt = self.tokenizer.encode(prompt)
-        prompt = [int(token) for token in prompt]
+        prompt = token_ids("Engine.submit: prompt tokens", prompt)
         if not prompt:
             raise ValueError("Engine.submit: prompt must have at least one token, got none")
         if min(prompt) < 0 or max(prompt) >= self.model.vocab_size:
@@ -346,7 +355,7 @@ class Engine:
     def _generator(params: SamplingParams) -> torch.Generator | None:
         if params.temperature == 0:
             return None
-        seed = int(torch.randint(2**63 - 1, ())) if params.seed is None else params.seed
+        seed = int(torch.randint(2**63 - 1, (), device="cpu")) if params.seed is None else params.seed
         return torch.Generator().manual_seed(seed)
 
     def abort(self, request_id: int) -> bool:
@@ -354,36 +363,52 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._aborted.append(self._finish(request, None, "aborted"))
+        self._finish(request, None, "aborted")
         return True
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do or report anything."""
-        return bool(self._requests or self._aborted)
+        return bool(self._requests or self._events)
 
     # ---------------------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[Event]:
         """One forward pass -> what happened, one event per request that got a token or ended.
 
-        Where the model raises, no request has advanced and the step can be taken again.
+        Where the model raises, no request has advanced and the step can be taken again. A request whose token cannot
+        be drawn or decoded ends with the reason "error"; the others go on.
         """
-        started = time.perf_counter()
-        plan = self._schedule()
-        events = self._forward(plan) if plan else []
-        self._elapsed += time.perf_counter() - started
-        events, self._aborted = self._aborted + events, []
+        self._advance()
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def stream(self) -> Iterator[Event]:
-        """Steps until nothing is left to do, event by event. Requests may be submitted and aborted meanwhile."""
+        """Steps until nothing is left to do, event by event. Requests may be submitted and aborted meanwhile.
+
+        Where the loop is left early, `step`, `stream` or `run` go on with the next event.
+        """
         while self.has_work:
-            yield from self.step()
+            if not self._events:
+                self._advance()
+            while self._events:
+                yield self._events.popleft()
 
     def run(self) -> dict[int, Completion]:
-        """Steps until nothing is left to do -> the completion of every request that ended, by id."""
-        return {event.request_id: event.completion for event in self.stream() if event.completion is not None}
+        """Steps until nothing is left to do -> the completion of every request that ended, by id.
+
+        Where a step raises, the events so far stay with the engine, for the next call.
+        """
+        while self._requests:
+            self._advance()
+        return {event.request_id: event.completion for event in self.step() if event.completion is not None}
+
+    def _advance(self) -> None:
+        started = time.perf_counter()
+        if plan := self._schedule():
+            self._forward(plan)
+        self._elapsed += time.perf_counter() - started
 
     def _missing(self, request: _Request) -> int:
         """Tokens of the request that are not computed yet: 1 when it is generating, more when it reads its prompt."""
@@ -445,7 +470,7 @@ class Engine:
             plan[request] = min(self._missing(request), budget)
             budget -= plan[request]
 
-    def _forward(self, plan: dict[_Request, int]) -> list[Event]:
+    def _forward(self, plan: dict[_Request, int]) -> None:
         chunks, complete = [], []
         for request, n in plan.items():
             start = self.cache.length(request.sequence)
@@ -460,42 +485,60 @@ class Engine:
         self.cache.commit(batch)
         self._steps += 1
         self._computed += len(batch.tokens)
-        return [self._accept(request, token) for request, token in zip(sampling, tokens, strict=True)]
+        for request, token in zip(sampling, tokens, strict=True):
+            self._accept(request, token)
 
     @staticmethod
-    def _sample(requests: list[_Request], logits: Tensor) -> list[int]:
+    def _sample(requests: list[_Request], logits: Tensor) -> list[int | Exception]:
+        """The next token of each request, or why it has none."""
         if not requests:
             return []
         best, tokens = logits.max(dim=-1)
-        if not best.isfinite().all():
-            wrong = requests[best.isfinite().tolist().index(False)]
-            raise RuntimeError(f"Engine.step: the model's logits for request {wrong.id} are not finite")
         tokens = tokens.tolist()
-        for row, request in enumerate(requests):
-            if request.params.temperature > 0:
-                tokens[row] = sample(logits[row].cpu(), request.params, request.generator)
+        for row, (request, finite) in enumerate(zip(requests, best.isfinite().tolist(), strict=True)):
+            try:
+                if not finite:
+                    raise RuntimeError("the model's logits are not finite")
+                if request.params.temperature > 0:
+                    tokens[row] = sample(logits[row].cpu(), request.params, request.generator)
+            except Exception as error:  # of this request: the others have their tokens
+                tokens[row] = error
         return tokens
 
-    def _accept(self, request: _Request, token: int) -> Event:
+    def _accept(self, request: _Request, token: int | Exception) -> None:
+        if isinstance(token, Exception):
+            return self._finish(request, None, "error", error=token)
         if request.time_to_first_token is None:
             request.time_to_first_token = time.perf_counter() - request.submitted
             self._first_tokens += 1
             self._first_token_time += request.time_to_first_token
         if token in request.stop_tokens:
             return self._finish(request, None, "stop")
-        request.tokens.append(token)
-        self._generated += 1
         text = ""
         if request.output is not None:
-            text = request.output.push(token)
+            try:
+                text = request.output.push(token)
+            except Exception as error:  # of the tokenizer
+                return self._finish(request, None, "error", error=error)
             request.text.append(text)
-            if request.output.stopped:
-                return self._finish(request, token, "stop", text)
-        if len(request.tokens) == request.limit:
+        request.tokens.append(token)
+        self._generated += 1
+        if request.output is not None and request.output.stopped:
+            return self._finish(request, token, "stop", text)
+        if len(request.tokens) >= request.limit:
             return self._finish(request, token, request.limit_reason, text)
-        return Event(request.id, token, None, text)
+        self._events.append(Event(request.id, token, None, text))
 
-    def _finish(self, request: _Request, token: int | None, reason: str, text: str = "") -> Event:
+    def _finish(
+        self, request: _Request, token: int | None, reason: str, text: str = "", error: Exception | None = None
+    ) -> None:
+        if request.output is not None and error is None:
+            try:
+                rest = request.output.finish()
+                request.text.append(rest)
+                text += rest
+            except Exception as failure:  # of the tokenizer
+                reason, error = "error", failure
         if request.sequence is None:
             self._waiting.remove(request)
         else:
@@ -503,16 +546,13 @@ class Engine:
             self.cache.free(request.sequence)
         del self._requests[request.id]
         self._finished += 1
-        if request.output is not None:
-            rest = request.output.finish()
-            request.text.append(rest)
-            text += rest
         completion = Completion(
             request.id, request.prompt, request.tokens[len(request.prompt) :],
             "".join(request.text) if request.output is not None else None, reason,
             request.time_to_first_token, request.prefix_hit_tokens or 0, request.preemptions,
+            None if error is None else f"{type(error).__name__}: {error}",
         )  # fmt: skip
-        return Event(request.id, token, reason, text, completion)
+        self._events.append(Event(request.id, token, reason, text, completion))
 
     # ----------------------------------------------------------------------------------------------- statistics
 

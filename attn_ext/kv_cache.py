@@ -12,6 +12,7 @@ A sequence's length moves in `commit` only, so a forward pass that fails leaves 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ from attn_ext import ops
 from attn_ext._C import BlockAllocator, OutOfBlocks
 
 __all__ = ["BlockAllocator", "CacheStats", "OutOfBlocks", "PagedKVCache", "StepBatch"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of the ops
 
 
 @dataclass
@@ -50,6 +53,7 @@ class StepBatch:
     max_seqlen_q: int
     logit_rows: Tensor  # int64 (n): rows of `tokens` whose logits are wanted
     chunks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (sequence, start, tokens), for `commit`
+    step: int = -1  # the number of the `prepare` that made it, for `commit`
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,26 @@ class _Sequence:
     blocks: list[int] = field(default_factory=list)
     length: int = 0  # tokens computed; below len(tokens) only when the prompt was found whole
     published: int = 0  # leading blocks that are in the prefix cache
+    step: int | None = None  # the last `prepare` it took part in, until that is committed
+
+
+def token_ids(what: str, tokens: Iterable[int]) -> list[int]:
+    """`tokens` as Python integers. What is no integer is refused, not rounded or parsed; `what` names it in the error.
+
+    >>> from attn_ext.kv_cache import token_ids
+    >>> token_ids("prompt tokens", [1.7])
+    Traceback (most recent call last):
+    ValueError: prompt tokens must be 64-bit integers, got 1.7
+    """
+    ids = []
+    for token in tokens:
+        try:
+            ids.append(operator.index(token))
+        except TypeError:
+            raise ValueError(f"{what} must be 64-bit integers, got {token!r}") from None
+        if not -(2**63) <= ids[-1] < 2**63:
+            raise ValueError(f"{what} must be 64-bit integers, got {token!r}")
+    return ids
 
 
 class PagedKVCache:
@@ -90,7 +114,8 @@ class PagedKVCache:
     them. Not safe for use from several threads at once.
 
     Args: num_blocks and block_size (tokens) size the pool, n_kv_heads and head_dim one token of one layer, dtype and
-    device are the tensors'.
+    device are the tensors'. A value out of range raises ValueError; RuntimeError where there is no memory for the pool.
+    A cache cannot be copied or pickled.
 
     >>> import torch
     >>> from attn_ext import PagedKVCache
@@ -113,19 +138,30 @@ class PagedKVCache:
         self, n_layers: int, n_kv_heads: int, head_dim: int, *, num_blocks: int, block_size: int = 16,
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", prefix_cache: bool = True,
     ):  # fmt: skip
-        for name, value in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim)):
-            if value < 1:
-                raise ValueError(f"PagedKVCache: {name} must be at least 1, got {value}")
-        self.allocator = BlockAllocator(num_blocks, block_size)
+        sizes = {"n_layers": n_layers, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
+        for name, value in {**sizes, "num_blocks": num_blocks, "block_size": block_size}.items():
+            if not hasattr(value, "__index__") or value < 1:
+                raise ValueError(f"PagedKVCache: {name} must be an integer of at least 1, got {value!r}")
+        if dtype not in _DTYPES:
+            raise ValueError(f"PagedKVCache: dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
         self.n_layers, self.num_blocks, self.block_size = n_layers, num_blocks, block_size
         self.device, self.dtype, self.prefix_cache = torch.device(device), dtype, prefix_cache
         # One head's part of a block is contiguous in memory; the ops see (num_blocks, block_size, Hkv, D) views of it.
-        self._storage = torch.empty(
-            n_layers, 2, num_blocks, n_kv_heads, block_size, head_dim, dtype=dtype, device=device
-        )
+        shape = (n_layers, 2, num_blocks, n_kv_heads, block_size, head_dim)
+        try:
+            self._storage = torch.empty(shape, dtype=dtype, device=device)
+            self.allocator = BlockAllocator(num_blocks, block_size)  # second: its tables are filled, which takes time
+        except (RuntimeError, MemoryError) as error:
+            nbytes = self.block_nbytes(n_layers, n_kv_heads, head_dim, block_size, dtype)
+            raise RuntimeError(
+                f"PagedKVCache: no memory on {device} for {num_blocks} blocks of {nbytes} bytes ({error})"
+            ) from error
         self._views = [(layer[0].transpose(1, 2), layer[1].transpose(1, 2)) for layer in self._storage]
         self._sequences: dict[int, _Sequence] = {}
-        self._next_id = 0
+        self._next_id = self._next_step = 0
+
+    def __reduce__(self):
+        raise TypeError("PagedKVCache: a cache cannot be copied or pickled; fork copies a sequence inside it")
 
     @staticmethod
     def block_nbytes(n_layers: int, n_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> int:
@@ -166,9 +202,8 @@ class PagedKVCache:
         are wanted: when every block of the prompt is cached, `length` is one less than the prompt and the last token's
         K and V, which are there, are not written again.
         """
-        s = _Sequence()
+        s, prompt = _Sequence(), token_ids("PagedKVCache.add_sequence: prompt", prompt)
         if self.prefix_cache and prompt:
-            prompt = list(prompt)
             s.blocks = self.allocator.match(prompt)
             s.published = len(s.blocks)
             s.tokens = prompt[: s.published * self.block_size]
@@ -242,9 +277,10 @@ class PagedKVCache:
 
         chunks: (sequence, its next tokens), at least one token each, a sequence at most once. logits: which rows are
         wanted: "last" of every chunk, "all", or one bool per chunk for its last row. Raises OutOfBlocks, with nothing
-        changed, when the pool cannot hold all of it.
+        changed, when the pool cannot hold all of it. A sequence that is prepared again leaves the batch before behind:
+        that one can no longer be committed.
         """
-        chunks = [(sequence, list(tokens)) for sequence, tokens in chunks]
+        chunks = [(sequence, token_ids("PagedKVCache.prepare: tokens", tokens)) for sequence, tokens in chunks]
         states = [self._get("prepare", sequence) for sequence, _ in chunks]
         if len({sequence for sequence, _ in chunks}) < len(chunks):
             raise ValueError("PagedKVCache.prepare: a sequence may appear once in a step")
@@ -258,9 +294,11 @@ class PagedKVCache:
                 )
         logit_rows = self._logit_rows(chunks, logits)
         self._reserve([(s, s.length + len(tokens)) for s, (_, tokens) in zip(states, chunks, strict=True)])
+        step, self._next_step = self._next_step, self._next_step + 1
 
         positions, slots, cu_seqlens, block_size = [], [], [0], self.block_size
         for s, (_, tokens) in zip(states, chunks, strict=True):
+            s.step = step
             end, stored, blocks = s.length + len(tokens), len(s.tokens), s.blocks
             positions += range(s.length, end)
             slots += [-1] * (min(stored, end) - s.length)
@@ -278,6 +316,7 @@ class PagedKVCache:
             max_seqlen_q=max((len(tokens) for _, tokens in chunks), default=0),
             logit_rows=self._tensor(logit_rows, torch.int64),
             chunks=[(sequence, s.length, tokens) for s, (sequence, tokens) in zip(states, chunks, strict=True)],
+            step=step,
         )
 
     def _logit_rows(self, chunks: list, logits: str | Sequence[bool]) -> list[int]:
@@ -312,13 +351,13 @@ class PagedKVCache:
 
     def commit(self, batch: StepBatch) -> None:
         """The step's keys and values are written: its tokens count as stored, and full blocks can be found."""
-        for sequence, start, _ in batch.chunks:
-            if self._get("commit", sequence).length != start:
+        for sequence, _, _ in batch.chunks:
+            if self._get("commit", sequence).step != batch.step:
                 raise ValueError(f"PagedKVCache.commit: sequence {sequence} has moved on since this step was prepared")
         for sequence, start, tokens in batch.chunks:
             s = self._sequences[sequence]
             s.tokens += tokens[len(s.tokens) - start :]
-            s.length = start + len(tokens)
+            s.length, s.step = start + len(tokens), None
             if self.prefix_cache:
                 self._publish(s)
 

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attn_ext import ops
+from attn_ext._config import check_positive, check_sizes
 from attn_ext.kv_cache import PagedKVCache, StepBatch
 
 __all__ = ["Attention", "Block", "Llama", "LlamaConfig", "RMSNorm", "SwiGLU", "llama3_rope_factors", "rope_tables"]
+
+MAX_SEQ_LEN = 2**24  # the rotary tables hold positions in float32: beyond, neighbours are one
 
 
 @dataclass
@@ -28,7 +31,8 @@ class LlamaConfig:
     """The shape of a Llama-family model.
 
     `head_dim` defaults to hidden_size / n_heads. `sliding_window` W lets a token see itself and the W - 1 before it.
-    `rope_factors` are divisors of the head_dim / 2 rotary frequencies (see `llama3_rope_factors`).
+    `rope_factors` are divisors of the head_dim / 2 rotary frequencies (see `llama3_rope_factors`). `max_seq_len` is at
+    most 2**24. Raises ValueError, one line, for a value that no such model can have.
 
     >>> LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=16, n_layers=1, n_heads=2, n_kv_heads=1).head_dim
     4
@@ -52,7 +56,13 @@ class LlamaConfig:
     sliding_window: int | None = None
 
     def __post_init__(self):
-        if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
+        sizes = ["vocab_size", "hidden_size", "intermediate_size", "n_layers", "n_heads", "n_kv_heads", "max_seq_len"]
+        sizes += [name for name in ("head_dim", "sliding_window") if getattr(self, name) is not None]
+        check_sizes("LlamaConfig", {name: getattr(self, name) for name in sizes})
+        check_positive("LlamaConfig", {"norm_eps": self.norm_eps, "rope_theta": self.rope_theta})
+        if self.max_seq_len > MAX_SEQ_LEN:
+            raise ValueError(f"LlamaConfig: max_seq_len must be at most {MAX_SEQ_LEN}, got {self.max_seq_len}")
+        if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 "LlamaConfig: n_heads must be a multiple of n_kv_heads,"
                 f" got n_heads {self.n_heads} and n_kv_heads {self.n_kv_heads}"
@@ -66,11 +76,13 @@ class LlamaConfig:
             self.head_dim = self.hidden_size // self.n_heads
         if self.head_dim % 2:
             raise ValueError(f"LlamaConfig: head_dim must be even for rotary embeddings, got {self.head_dim}")
-        if self.rope_factors is not None and len(self.rope_factors) != self.head_dim // 2:
-            raise ValueError(
-                f"LlamaConfig: rope_factors must have head_dim / 2 ({self.head_dim // 2}) entries,"
-                f" got {len(self.rope_factors)}"
-            )
+        if self.rope_factors is not None:
+            if len(self.rope_factors) != self.head_dim // 2:
+                raise ValueError(
+                    f"LlamaConfig: rope_factors must have head_dim / 2 ({self.head_dim // 2}) entries,"
+                    f" got {len(self.rope_factors)}"
+                )
+            check_positive("LlamaConfig", {f"rope_factors[{i}]": factor for i, factor in enumerate(self.rope_factors)})
 
 
 def _rope_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -103,13 +115,21 @@ def llama3_rope_factors(
     """Llama 3's stretch to a longer context, as divisors of the rotary frequencies.
 
     A frequency that makes at least `high_freq_factor` turns in the original context keeps its value (divisor 1), one
-    that makes at most `low_freq_factor` turns is divided by `factor`, and those between are blended.
+    that makes at most `low_freq_factor` turns is divided by `factor`, and those between are blended. Raises ValueError
+    for a value that is no number above 0, and where `high_freq_factor` is not above `low_freq_factor`.
 
     >>> llama3_rope_factors(
     ...     4, 10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64
     ... )
     (1.0, 8.0)
     """
+    numbers = {"factor": factor, "low_freq_factor": low_freq_factor, "high_freq_factor": high_freq_factor}
+    check_positive("llama3_rope_factors", {**numbers, "original_max_seq_len": original_max_seq_len})
+    if not low_freq_factor < high_freq_factor:
+        raise ValueError(
+            "llama3_rope_factors: high_freq_factor must be above low_freq_factor,"
+            f" got {high_freq_factor} and {low_freq_factor}"
+        )
     turns = original_max_seq_len * _rope_frequencies(head_dim, theta).double() / (2 * math.pi)
     kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return tuple((1 / ((1 - kept) / factor + kept)).tolist())

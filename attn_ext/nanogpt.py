@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attn_ext import ops
+from attn_ext._config import check_positive, check_sizes
 from attn_ext.kv_cache import PagedKVCache, StepBatch
 
 __all__ = ["GPT", "MLP", "Block", "CausalSelfAttention", "GPTConfig", "LayerNorm"]
@@ -32,7 +33,8 @@ class GPTConfig:
     """The shape of a GPT; the first seven fields are nanoGPT's.
 
     `activation` is "gelu" (erf, nanoGPT) or "gelu_tanh" (OpenAI's GPT-2 weights). `flash=False` runs the explicit
-    attention path in `forward`. `layer_norm_eps` is nanoGPT's constant.
+    attention path in `forward`. `layer_norm_eps` is nanoGPT's constant. Raises ValueError, one line, for a value that
+    no such model can have.
 
     >>> GPTConfig(n_layer=2, n_head=2, n_embd=8).bias
     True
@@ -50,7 +52,14 @@ class GPTConfig:
     flash: bool = True
 
     def __post_init__(self):
-        if self.n_head < 1 or self.n_embd % self.n_head:
+        sizes = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
+        check_sizes("GPTConfig", {name: getattr(self, name) for name in sizes})
+        check_positive("GPTConfig", {"layer_norm_eps": self.layer_norm_eps})
+        if not isinstance(self.dropout, float | int) or not 0 <= self.dropout <= 1:
+            raise ValueError(f"GPTConfig: dropout must be a number from 0 to 1, got {self.dropout!r}")
+        if not isinstance(self.bias, bool):
+            raise ValueError(f"GPTConfig: bias must be True or False, got {self.bias!r}")
+        if self.n_embd % self.n_head:
             raise ValueError(
                 f"GPTConfig: n_embd must be a multiple of n_head, got n_embd {self.n_embd} and n_head {self.n_head}"
             )
@@ -282,10 +291,17 @@ class GPT(nn.Module):
         as in nanoGPT; their learned positions shift at every step, so each such step computes the whole context.
 
         `temperature=0` takes the most likely token and draws no random number. `top_k` above the vocabulary means
-        all of it. Raises ValueError for an empty prompt, a negative temperature or max_new_tokens, and top_k < 1.
+        all of it. Raises ValueError for an empty prompt, tokens that are not int64 or not in the vocabulary, a
+        negative temperature or max_new_tokens, and top_k < 1.
         """
         if idx.dim() != 2 or 0 in idx.shape:
             raise ValueError(f"generate: idx must be (B, T) with B and T >= 1, got shape {tuple(idx.shape)}")
+        if idx.dtype != torch.int64:
+            raise ValueError(f"generate: idx must be int64, got {idx.dtype}")
+        low, high = (bound.item() for bound in idx.aminmax())
+        if low < 0 or high >= self.vocab_size:
+            got = low if low < 0 else high
+            raise ValueError(f"generate: idx must hold tokens in 0 … {self.vocab_size - 1}, got {got}")
         if max_new_tokens < 0:
             raise ValueError(f"generate: max_new_tokens must be >= 0, got {max_new_tokens}")
         if not temperature >= 0:

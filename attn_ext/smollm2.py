@@ -73,10 +73,13 @@ def _installed() -> Path | None:
 
 
 def _verify(path: Path) -> None:
-    with path.open("rb") as f:
-        digest = hashlib.sha256()
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as f:
+            while chunk := f.read(1 << 20):
+                digest.update(chunk)
+    except OSError as e:
+        raise LoadError(f"smollm2: cannot read {path}: {e.strerror or e}") from e
     if digest.hexdigest() != SHA256:
         raise LoadError(f"smollm2: {path} has the SHA-256 {digest.hexdigest()}, expected {SHA256}; remove it and retry")
 

@@ -54,9 +54,19 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens written out in it (such as <|im_end|>) become their ids."""
+        """Token ids of `text`; special tokens written out in it (such as <|im_end|>) become their ids.
+
+        Raises ValueError for a lone surrogate, which is how Python keeps a byte that is not UTF-8.
+        """
         bos = [] if self.bos_id is None else [self.bos_id]
-        return bos + self.backend.encode(text).ids
+        return bos + self._encode("encode", text)
+
+    def _encode(self, what: str, text: str, **options) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise ValueError(f"{what}: the text must be UTF-8, got {text[e.start]!r} at position {e.start}") from e
+        return self.backend.encode(text, **options).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens; incomplete UTF-8 becomes U+FFFD."""
@@ -77,7 +87,7 @@ class Tokenizer:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         text = _render(self.chat_template, messages=messages, add_generation_prompt=True, **self.special_tokens)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self._encode("chat", text, add_special_tokens=False)
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer | None:
@@ -207,7 +217,15 @@ def _end_tokens(backend) -> list[int]:
 
 
 def _json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path.name} is not valid JSON: {e}") from e
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} must hold a JSON object, got {type(content).__name__}")
+    return content
 
 
 def _render(template: str, **variables) -> str:

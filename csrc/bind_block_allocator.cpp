@@ -6,6 +6,17 @@
 
 namespace py = pybind11;
 
+namespace {
+
+// What pybind11 holds. For an object whose __init__ never ran (BlockAllocator.__new__(BlockAllocator)) it calls the
+// class's operator new to have memory for `this`, and would go on with its garbage: here that is an error.
+struct BoundBlockAllocator : attn_ext::BlockAllocator {
+  using BlockAllocator::BlockAllocator;
+  static void* operator new(size_t) { throw std::logic_error("BlockAllocator: __init__ has not been called"); }
+};
+
+}  // namespace
+
 void bind_block_allocator(py::module_& m) {
   using attn_ext::BlockAllocator;
   using attn_ext::OutOfBlocks;
@@ -14,7 +25,7 @@ void bind_block_allocator(py::module_& m) {
   m.attr("OutOfBlocks").attr("__doc__") =
       "The KV cache has fewer free or cached blocks than were asked for; nothing was changed.";
 
-  py::class_<BlockAllocator>(m, "BlockAllocator", R"(Hands out the blocks of a paged KV cache.
+  py::class_<BoundBlockAllocator>(m, "BlockAllocator", R"(Hands out the blocks of a paged KV cache.
 
 A block is *free* (holds nothing), *used* (has references: block tables that name it) or *cached* (has no reference, but
 its tokens are published, so a prompt with the same beginning can take it again). Allocation takes free blocks first, then
@@ -45,7 +56,10 @@ anything is changed. Calls from several threads are safe under the GIL, which no
 ...     print(error)
 BlockAllocator.allocate: 2 blocks asked for, 1 of 4 are free or cached
 )")
-      .def(py::init<int64_t, int64_t>(), py::arg("num_blocks"), py::arg("block_size"),
+      .def(py::init([](int64_t num_blocks, int64_t block_size) {
+             return ::new BoundBlockAllocator(num_blocks, block_size);
+           }),
+           py::arg("num_blocks"), py::arg("block_size"),
            "num_blocks: 1 to 2**31 - 1. block_size: tokens per block, at least 1.")
       .def("allocate", &BlockAllocator::allocate, py::arg("count") = 1,
            "`count` blocks with one reference each, or OutOfBlocks and no change.")

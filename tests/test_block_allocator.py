@@ -407,6 +407,13 @@ def test_misuse_is_one_line_and_changes_nothing(call, message):
     assert [allocator.ref_count(block) for block in range(4)] == [1, 1, 0, 0] and allocator.num_published == 0
 
 
+def test_an_object_that_was_never_initialised_is_an_error_and_no_crash():
+    allocator = BlockAllocator.__new__(BlockAllocator)
+    for call in (lambda: allocator.num_blocks, allocator.allocate, lambda: allocator.match([1])):
+        with pytest.raises(RuntimeError, match="^BlockAllocator: __init__ has not been called$"):
+            call()
+
+
 def test_out_of_blocks_is_a_runtime_error():
     assert issubclass(OutOfBlocks, RuntimeError) and OutOfBlocks.__doc__
 

@@ -1,5 +1,6 @@
 """The command line as a user runs it: processes, exit status, stdout and stderr."""
 
+import io
 import json
 import os
 import pty
@@ -14,15 +15,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from attn_ext.cli import main
+from attn_ext import smollm2
 from attn_ext.llama import Llama, LlamaConfig
 from attn_ext.nanogpt import GPT, GPTConfig
+from attn_ext_cli import main
 
 tokenizers = pytest.importorskip("tokenizers")
 
 # The installed console script where there is one (an environment that runs from the source folder may have none).
 SCRIPT = shutil.which("attn-ext", path=str(Path(sys.executable).parent))
-COMMAND = [SCRIPT] if SCRIPT else [sys.executable, "-m", "attn_ext.cli"]
+COMMAND = [SCRIPT] if SCRIPT else [sys.executable, "-m", "attn_ext_cli"]
 SUMMARY = re.compile(
     r"(\d+) tokens?, [\d.]+ tokens/s, first token after [\d.]+ s.*\n"
     r"KV cache: at most (\d+) of (\d+) blocks? used, .*(\d+) prompt tokens? reused, (\d+) preemptions?\n$"
@@ -116,13 +118,13 @@ def test_the_readme_command():
     assert SUMMARY.search(result.stderr)
 
 
-def test_text_goes_to_stdout_and_the_summary_to_stderr(llama):
+def test_text_goes_to_stdout_and_the_summary_to_stderr(llama, run_here):
     result = run("generate", "My hobby is", "--model", llama, "-n", 20)
     assert result.stdout.startswith("My hobby is") and result.stdout.endswith("\n")
     tokens, peak, blocks, reused, preemptions = map(int, SUMMARY.search(result.stderr).groups())
     assert (tokens, peak, reused, preemptions) == (20, 2, 0, 0) and blocks >= peak
     assert "ended at the length limit" in result.stderr
-    quiet = run("generate", "My hobby is", "--model", llama, "-n", 20, "--quiet")
+    quiet = run_here("generate", "My hobby is", "--model", llama, "-n", 20, "--quiet")
     assert (quiet.stdout, quiet.stderr) == (result.stdout, "")
 
 
@@ -132,12 +134,14 @@ def test_sampling_repeats_with_a_seed(checkpoint, run_here):
     assert first == again != other
 
 
-def test_stop_dtype_and_stdin(llama):
+def test_stop_dtype_and_stdin(llama, run_here):
     text = run("generate", "-", "-m", llama, "-n", 20, "-q", "--dtype", "bfloat16", input="My hobby").stdout
     assert text.startswith("My hobby")
     new = text.removeprefix("My hobby").rstrip("\n")
     stop = next(new[i : i + 2] for i in range(1, len(new)) if "\ufffd" not in new[i : i + 2])
-    stopped = run("generate", "My hobby", "-m", llama, "-n", 20, "-q", "--dtype", "bfloat16", "--stop", stop).stdout
+    stopped = run_here(
+        "generate", "My hobby", "-m", llama, "-n", 20, "-q", "--dtype", "bfloat16", "--stop", stop
+    ).stdout
     assert stopped == "My hobby" + new[: new.index(stop)] + "\n"
 
 
@@ -201,12 +205,6 @@ def test_a_users_mistake_is_one_line(arguments, message, run_here):
     assert re.fullmatch(f"attn-ext {command}: {message}\n", result.stderr) and result.stdout == ""
 
 
-def test_a_mistake_in_a_process_of_its_own():
-    assert run("generate", "a", "-m", "./none", status=1).stderr == (
-        "attn-ext generate: ./none: no such file or directory\n"
-    )
-
-
 def test_mistakes_that_need_a_model(llama, checkpoint, tmp_path, run_here):
     def error(*arguments):
         return run_here(*arguments, status=1).stderr
@@ -226,6 +224,61 @@ def test_mistakes_that_need_a_model(llama, checkpoint, tmp_path, run_here):
     )
 
 
+# What these do ends before torch is imported: a process each costs little.
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--help >&-", "attn-ext: the standard output is closed\n"),
+        ("--help >/dev/full", r"attn-ext: \[Errno 28\] No space left on device\n"),
+        ("generate - <&-", "attn-ext generate: the prompt: the standard input is closed\n"),
+        ("generate 2>&-", ""),
+    ],
+)
+def test_closed_and_full_streams(arguments, message):
+    result = subprocess.run(["bash", "-c", f"{' '.join(COMMAND)} {arguments}"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, "") and re.fullmatch(message, result.stderr)
+
+
+def test_no_space_for_the_output(llama, run_here, monkeypatch):
+    for command in (["info"], ["generate", "a", "-m", llama, "-n", 2, "-q"]):
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            result = run_here(*command, status=1)
+        assert result.stderr == f"attn-ext {command[0]}: [Errno 28] No space left on device\n"
+
+
+def test_text_that_is_not_utf8(llama, run_here, monkeypatch):
+    message = r"the text must be UTF-8, got '\udcff' at position 1"
+    for arguments in (["generate", "a\udcff"], ["explain", "a\udcff"], ["generate", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", errors="surrogateescape"))
+        assert message in run_here(*arguments, "-m", llama, status=1).stderr
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8"))
+    assert run_here("generate", "-", status=1).stderr == (
+        "attn-ext generate: the prompt: the standard input is not UTF-8 text\n"
+    )
+
+
+@pytest.mark.parametrize("columns", [0, 1])
+def test_a_terminal_too_narrow_for_anything(llama, run_here, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert torch.__version__.split("+")[0] in run_here("info").stdout
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert "weights" in run_here("explain", "My hobby", "-m", llama).stdout
+
+
+def test_a_model_file_that_is_a_folder(tmp_path, run_here, monkeypatch):
+    monkeypatch.setenv("ATTN_EXT_CACHE", str(tmp_path))
+    (tmp_path / smollm2.FILE).mkdir()
+    assert run_here("generate", "a", status=1).stderr == (
+        f"attn-ext generate: smollm2: cannot read {tmp_path / smollm2.FILE}: Is a directory\n"
+    )
+
+
+def test_attn_ext_that_cannot_be_imported():
+    result = run("info", status=1, env={**os.environ, "ATTN_EXT_BACKEND": "nope"})
+    assert re.fullmatch("attn-ext info: .*ATTN_EXT_BACKEND.*'nope'.*\n", result.stderr) and result.stdout == ""
+
+
 def test_a_wrong_option_is_status_2():
     result = run("generate", "a", "--no-such-option", status=2)
     assert "No such option" in result.stderr
@@ -235,9 +288,9 @@ def test_a_wrong_option_is_status_2():
 
 
 @pytest.mark.parametrize("family", ["llama", "checkpoint"])
-def test_explain(family, request, tmp_path):
+def test_explain(family, request, tmp_path, run_here):
     model = request.getfixturevalue(family)
-    text = run("explain", "My hobby", "-m", model, "--layer", 1, "--head", -1).stdout
+    text = run_here("explain", "My hobby", "-m", model, "--layer", 1, "--head", -1).stdout
     for stage in ("X", "norm", "QKV", "Q", "K", "V", "scores", "scaled", "masked", "weights", "concat", "W_o"):
         assert re.search(rf"^{stage} +\(1,", text, re.M), stage
     assert text.count("view, no copy") == 4 and "head 3" in text if family == "llama" else "head 1" in text
@@ -248,7 +301,7 @@ def test_explain(family, request, tmp_path):
     ]
     for name in ("a.png", "a.html"):
         out = tmp_path / name
-        assert run("explain", "My hobby", "-m", model, "-o", out).stdout.startswith(f"{out}: layer 0, ")
+        assert run_here("explain", "My hobby", "-m", model, "-o", out).stdout.startswith(f"{out}: layer 0, ")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "value-weighted" in (tmp_path / "a.html").read_text()
 
@@ -310,7 +363,7 @@ def test_a_failed_check_is_status_1(monkeypatch, capsys):
     import typer
 
     import attn_ext.check
-    from attn_ext.cli.check import check
+    from attn_ext_cli.check import check
 
     results = [attn_ext.check.Result("linear", "float32", "scalar", 1e-3, 1e-6)]
     monkeypatch.setattr(attn_ext.check, "run", lambda backends: iter(results))
@@ -347,6 +400,12 @@ def test_bench_refuses_a_wrong_result():
         alternate(case, seconds=0.01)
 
 
-def test_help_names_every_command():
-    text = run("--help").stdout
+def test_help_names_every_command_and_needs_no_torch():
+    code = (
+        "import sys\nfrom attn_ext_cli import main\nsys.argv = ['attn-ext', '--help']\n"
+        "try:\n    main()\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    text = result.stdout
+    assert result.stderr == "False\n"
     assert all(re.search(rf"\b{name}\b", text) for name in ("generate", "explain", "info", "check", "bench"))

@@ -16,7 +16,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 MODULES = ["attn_ext"] + sorted(
     module.name
     for module in pkgutil.walk_packages(attn_ext.__path__, "attn_ext.")
-    if not module.name.endswith(("._C", "__main__")) and not module.name.startswith("attn_ext.cli")
+    if not module.name.endswith(("._C", "__main__"))
 )
 
 

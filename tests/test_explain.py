@@ -11,12 +11,12 @@ from rich.console import Console
 from tolerance import assert_as_accurate_as_torch
 
 from attn_ext import reference
-from attn_ext.cli.render_html import save_html
-from attn_ext.cli.render_png import save_png
-from attn_ext.cli.render_text import print_text
 from attn_ext.explain import _GPT, _stages, explain, reference_logits
 from attn_ext.llama import Llama, LlamaConfig
 from attn_ext.nanogpt import GPT, GPTConfig
+from attn_ext_cli.render_html import save_html
+from attn_ext_cli.render_png import save_png
+from attn_ext_cli.render_text import print_text
 
 TOKENS = [5, 3, 8, 3, 1, 9, 14]
 LABELS = ["My", "·hobby", "·is", "<b>&", "[red]", "$x_1$", "↵"]

@@ -333,6 +333,7 @@ WRONG = [
     ({"k_cache": torch.randn(2, 8, 32)}, "k_cache must have 4 dims"),
     ({"q": torch.randn(3, 1, 4, 16), "cache_seqlens": 3}, "k_cache must have the batch size of q"),
     ({"cache_batch_idx": ints(0)}, "cache_batch_idx must have the shape"),
+    ({"cache_batch_idx": torch.tensor([1.0, 0.5])}, "cache_batch_idx must be int32 or int64"),
     ({"cache_batch_idx": ints(0, 2)}, "cache_batch_idx must be in"),
     ({"cache_batch_idx": ints(-1, 0)}, "cache_batch_idx must be in"),
     ({"cache_batch_idx": ints(1, 1), "cache_seqlens": 3}, "slot_mapping must name each slot once"),
@@ -345,6 +346,8 @@ WRONG = [
     ({"rotary_cos": ROTARY["rotary_cos"]}, "rotary_cos and rotary_sin must be given together"),
     ({**ROTARY, "k": None, "v": None}, "rotary_cos must come with"),
     ({**ROTARY, "rotary_sin": torch.randn(20, 5)}, "rotary_sin must have the shape"),
+    ({**ROTARY, "rotary_cos": torch.zeros(20, 4, dtype=INT32)}, "rotary_cos must have a float dtype"),
+    ({**ROTARY, "rotary_sin": torch.zeros(20, 4, dtype=INT32)}, "rotary_sin must have a float dtype"),
     ({"rotary_cos": torch.randn(6, 4), "rotary_sin": torch.randn(6, 4)}, "rotary_cos must have a row for each"),
     ({"rotary_cos": torch.randn(20, 9), "rotary_sin": torch.randn(20, 9)}, "rotary_cos must have at most 8 columns"),
     ({"rotary_cos": torch.randn(20), "rotary_sin": torch.randn(20)}, "rotary_cos must have the shape"),
@@ -367,6 +370,21 @@ def test_kvcache_errors_leave_the_caches_alone(wrong, message):
     assert_same_bits(arguments["k_cache"], caches[0])
     assert_same_bits(arguments["v_cache"], caches[1])
     flash_attn_with_kvcache(**_kvcache())  # what it starts from is right
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens_k", "max_seqlen_k", "message"),
+    [
+        (ints(0, 9), 8, r"max_seqlen_k must be at least the longest sequence \(9\), got 8"),
+        (ints(4, 9), 9, "cu_seqlens_k must start with 0, got 4"),
+        (ints(0, 4, 9), 9, r"cu_seqlens_k must have the shape \(2\), got \(3\)"),
+    ],
+)
+def test_varlen_errors_with_pages(cu_seqlens_k, max_seqlen_k, message):
+    q, cache, table = torch.randn(3, 4, 16), torch.randn(2, 8, 2, 16), ints(1, 0)[None]
+    flash_attn_varlen_func(q, cache, cache, ints(0, 3), ints(0, 9), 3, 9, block_table=table)
+    with pytest.raises(RuntimeError, match=f"^flash_attn_varlen_func: {message}$"):
+        flash_attn_varlen_func(q, cache, cache, ints(0, 3), cu_seqlens_k, 3, max_seqlen_k, block_table=table)
 
 
 def test_dropout_raises():

@@ -2,6 +2,7 @@
 
 import doctest
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -273,8 +274,9 @@ def test_h30_temperature_zero_is_greedy():
     for token in first:
         assert token == int(model.seen[tuple(prefix)].argmax())
         prefix.append(token)
-    (nearly,), _ = tokens_of(model, [[3]], [SamplingParams(max_new_tokens=10, temperature=1e-40, seed=9)])
-    assert nearly == first  # no overflow on the way to zero
+    for temperature in (1e-40, 1e-46, 5e-324):  # no overflow on the way to zero, and no 0 / 0
+        (nearly,), _ = tokens_of(model, [[3]], [SamplingParams(max_new_tokens=10, temperature=temperature, seed=9)])
+        assert nearly == first
 
 
 def test_h30_top_k_beyond_the_vocabulary_means_all_of_it():
@@ -358,16 +360,78 @@ def test_a_step_that_fails_can_be_taken_again():
     assert [completions[i].tokens for i in ids] == expected
 
 
-def test_logits_that_are_not_finite_name_the_request():
+@pytest.mark.parametrize("leave", ["break", "raise"])
+@pytest.mark.parametrize("go_on", [Engine.run, Engine.stream, Engine.step])
+def test_a_stream_left_early_loses_no_event(leave, go_on):
+    """Three requests end in one step; the loop is left after the first event."""
+    engine = new_engine(ToyModel())
+    ids = [engine.submit([i], SamplingParams(max_new_tokens=1)) for i in range(3)]
+    with pytest.raises(KeyboardInterrupt) if leave == "raise" else nullcontext():
+        for event in engine.stream():
+            first = event
+            if leave == "raise":
+                raise KeyboardInterrupt
+            break
+    assert first.request_id == ids[0] and engine.has_work
+    rest = go_on(engine)
+    rest = [*rest] if go_on is Engine.run else [event.request_id for event in rest]
+    assert rest == ids[1:] and not engine.has_work
+
+
+def test_a_run_that_fails_keeps_what_had_ended():
     model = Remembering(ToyModel())
-    engine = new_engine(model)
-    engine.submit([1, 2])
+    engine, forward = new_engine(model), model.forward_paged
+    engine.submit([1], SamplingParams(max_new_tokens=1))
+    engine.submit([2], SamplingParams(max_new_tokens=3))
+
+    def fails_once(batch, cache):
+        if len(model.steps) == 2:
+            model.forward_paged = forward
+            raise ConnectionError
+        return forward(batch, cache)
+
+    model.forward_paged = fails_once
+    with pytest.raises(ConnectionError):
+        engine.run()
+    assert [len(completion.tokens) for completion in finish(engine).values()] == [1, 3]
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_a_request_without_finite_logits_ends_and_the_others_go_on(wrong):
+    model, params = Remembering(ToyModel()), SamplingParams(max_new_tokens=5)
+    prompts = [[1, 2], [3], [4]]
+    expected, _ = tokens_of(model, prompts, [params] * 3)
     forward = model.forward_paged
-    model.forward_paged = lambda batch, cache: forward(batch, cache) * torch.nan
-    with pytest.raises(RuntimeError, match=r"^Engine\.step: the model's logits for request 0 are not finite$"):
-        engine.step()
-    model.forward_paged = forward
-    assert finish(engine)[0].tokens == tokens_of(model, [[1, 2]], [SamplingParams()])[0][0]  # nothing was lost
+
+    def breaks_request_1(batch, cache):
+        logits = forward(batch, cache).clone()
+        if len(logits) == 3 and int(batch.positions.max()) >= 3:
+            logits[1] = wrong
+        return logits
+
+    model.forward_paged = breaks_request_1
+    engine = new_engine(model)
+    ids = [engine.submit(prompt, params) for prompt in prompts]
+    completions = finish(engine)
+    assert [completions[i].finish_reason for i in ids] == ["length", "error", "length"]
+    assert [completions[i].tokens for i in ids] == [expected[0], expected[1][:2], expected[2]]
+    assert [completions[i].error for i in ids] == [None, "RuntimeError: the model's logits are not finite", None]
+
+
+def test_a_request_whose_drawing_fails_ends_and_the_others_go_on(monkeypatch):
+    model = Remembering(ToyModel())
+    (expected,), _ = tokens_of(model, [[1]], [SamplingParams(max_new_tokens=3)])
+    engine = new_engine(model)
+    good = engine.submit([1], SamplingParams(max_new_tokens=3))
+    bad = engine.submit([2], SamplingParams(max_new_tokens=3, temperature=1.0))
+
+    def fails(logits, params, generator):
+        raise OSError("no randomness")
+
+    monkeypatch.setattr(attn_ext.generate, "sample", fails)
+    completions = finish(engine)
+    assert completions[good].tokens == expected and completions[good].finish_reason == "length"
+    assert (completions[bad].finish_reason, completions[bad].error) == ("error", "OSError: no randomness")
 
 
 # ------------------------------------------------------------------------------------------------------ sampling
@@ -416,6 +480,16 @@ def test_top_p_that_is_reached_exactly_needs_no_more_tokens():
     assert {sample(torch.zeros(4), params, generator) for _ in range(100)} == {0, 1}
 
 
+def test_drawing_does_not_depend_on_the_default_device():
+    params = SamplingParams(max_new_tokens=5, temperature=1.0, top_k=3, top_p=0.9)
+    torch.manual_seed(0)
+    expected, _ = tokens_of(ToyModel(), [[1]], [params])
+    model = ToyModel()
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        assert tokens_of(model, [[1]], [params])[0] == expected
+
+
 def test_drawn_frequencies_follow_the_temperature():
     probabilities = torch.tensor([0.7, 0.2, 0.1])
     generator, params = torch.Generator().manual_seed(0), SamplingParams(temperature=2.0)
@@ -440,6 +514,9 @@ def test_ties_are_broken_alike_alone_and_in_a_batch():
         ({"temperature": -0.1}, "temperature must be at least 0 and finite, got -0.1"),
         ({"temperature": float("nan")}, "temperature must be at least 0 and finite, got nan"),
         ({"temperature": float("inf")}, "temperature must be at least 0 and finite, got inf"),
+        ({"temperature": "a"}, "temperature must be a number, got 'a'"),
+        ({"temperature": None}, "temperature must be a number, got None"),
+        ({"top_p": "a"}, "top_p must be a number, got 'a'"),
         ({"top_k": 0}, "top_k must be at least 1, or None for no limit, got 0"),
         ({"top_k": -1}, "top_k must be at least 1, or None for no limit, got -1"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, or None for no limit, got 0.0"),
@@ -447,6 +524,8 @@ def test_ties_are_broken_alike_alone_and_in_a_batch():
         ({"seed": 2**64}, "seed must be a 64-bit integer or None, got 18446744073709551616"),
         ({"stop": ""}, "stop must be token ids and non-empty strings, got ('',)"),
         ({"stop": [1.5]}, "stop must be token ids and non-empty strings, got (1.5,)"),
+        ({"stop": None}, "stop must be token ids and non-empty strings, got None"),
+        ({"stop": 3.5}, "stop must be token ids and non-empty strings, got 3.5"),
     ],
 )
 def test_h30_parameters_out_of_range_are_refused_by_name(options, message):
@@ -459,6 +538,9 @@ def test_h30_parameters_out_of_range_are_refused_by_name(options, message):
     ("prompt", "params", "message"),
     [
         ([], None, "prompt must have at least one token, got none"),
+        ([1.7], None, "prompt tokens must be 64-bit integers, got 1.7"),
+        (["1"], None, "prompt tokens must be 64-bit integers, got '1'"),
+        ([2**70], None, "prompt tokens must be 64-bit integers, got 1180591620717411303424"),
         ([1, 23], None, "prompt tokens must be below 23, got 23"),
         ([1, -1], None, "prompt tokens must be below 23, got -1"),
         ([1] * 64, None, "prompt must leave room for a token in the model's context of 64, got 64 tokens"),
@@ -487,9 +569,10 @@ def test_the_longest_prompt_that_fits_runs():
     [
         ({"num_blocks": 1, "cache_bytes": 1}, "num_blocks and cache_bytes exclude each other, got both"),
         ({"cache_bytes": 1}, "cache_bytes must hold a block of 2048 bytes, got 1"),
-        ({"max_batch_tokens": 0}, "max_batch_tokens must be at least 1, got 0"),
-        ({"max_seqs": 0}, "max_seqs must be at least 1, got 0"),
-        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens must be an integer of at least 1, got 0"),
+        ({"max_batch_tokens": 1.5}, "max_batch_tokens must be an integer of at least 1, got 1.5"),
+        ({"max_seqs": 0}, "max_seqs must be an integer of at least 1, got 0"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
     ],
 )
 def test_engine_options_out_of_range(options, message):
@@ -546,6 +629,47 @@ def scripted(text, stop=(), ignore_eos=False, extra=()):
     events = list(engine.stream())
     assert "".join(e.text for e in events) == events[-1].completion.text
     return events[-1].completion, [e.text for e in events]
+
+
+class FailingTokenizer(LetterTokenizer):
+    """Its call number `at` fails, `finish` being one."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def stream(self):
+        return self
+
+    def __call__(self, token):
+        self._count()
+        return super().__call__(token)
+
+    def finish(self):
+        self._count()
+        return super().finish()
+
+    def _count(self):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyError("decoder")
+
+
+@pytest.mark.parametrize(("at", "tokens", "text"), [(1, "", ""), (2, "h", "h"), (3, "he", "he")])
+def test_a_request_that_cannot_be_decoded_ends_and_the_others_go_on(at, tokens, text):
+    model, params = ScriptedModel([*LetterTokenizer().encode("hello"), 0, 0]), SamplingParams(max_new_tokens=2)
+    engine = new_engine(model, tokenizer=FailingTokenizer(at))
+    bad = engine.submit("a", params)
+    engine.tokenizer = LetterTokenizer()
+    good = engine.submit("a", params)
+    events = list(engine.stream())
+    completions = {event.request_id: event.completion for event in events if event.completion}
+    assert (completions[good].text, completions[good].finish_reason) == ("he?", "length")
+    assert completions[bad].tokens == LetterTokenizer().encode(tokens) and completions[bad].text == text
+    assert (completions[bad].finish_reason, completions[bad].error) == ("error", "KeyError: 'decoder'")
+    mine = [event for event in events if event.request_id == bad]
+    assert [event.token for event in mine if event.token is not None] == completions[bad].tokens
+    assert "".join(event.text for event in mine) == text
+    assert engine.cache.stats().used == 0 and not engine.has_work
 
 
 def test_text_ends_at_the_end_of_text_token():

@@ -1,6 +1,8 @@
 """The paged cache: tables, slots, sharing, copy-on-write, and what goes wrong at the edges of blocks."""
 
+import copy
 import doctest
+import pickle
 
 import pytest
 import torch
@@ -96,6 +98,22 @@ def test_a_step_that_is_not_committed_can_be_prepared_again():
     assert cache.tokens(a) == contents(cache, a) == [1, 2, 3, 4, 5] and cache.stats().used == 2
     with pytest.raises(ValueError, match=r"^PagedKVCache\.commit: sequence 0 has moved on"):
         cache.commit(first)
+
+
+def test_a_step_that_was_prepared_again_cannot_be_committed():
+    """The slots may hold the other step's K and V. A `prepare` that fails leaves the one before in force."""
+    cache = new_cache()
+    a, b = cache.add_sequence(), cache.add_sequence()
+    first, second = cache.prepare([(b, [7]), (a, [1, 2, 3, 4])]), cache.prepare([(a, [9, 9])])
+    with pytest.raises(OutOfBlocks):
+        cache.prepare([(a, [*range(100)])])
+    with pytest.raises(ValueError, match=r"^PagedKVCache\.commit: sequence 0 has moved on since .* prepared$"):
+        cache.commit(first)
+    assert cache.length(a) == cache.length(b) == 0 and cache.allocator.num_published == 0
+    cache.commit(second)
+    assert cache.tokens(a) == [9, 9]
+    with pytest.raises(ValueError, match=r"^PagedKVCache\.commit: sequence 0 has moved on"):
+        cache.commit(second)
 
 
 # ------------------------------------------------------------------------------------------------------- edges
@@ -361,12 +379,18 @@ def test_random_use_against_plain_lists():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: PagedKVCache(0, 1, 8, num_blocks=1), r"^PagedKVCache: n_layers must be at least 1, got 0$"),
-        (lambda c: PagedKVCache(1, 1, 8, num_blocks=0), r"^BlockAllocator: num_blocks must be between 1 and"),
+        (lambda c: PagedKVCache(0, 1, 8, num_blocks=1), r"^PagedKVCache: n_layers must be an integer of .*, got 0$"),
+        (lambda c: PagedKVCache(1, 1, 8, num_blocks=0), r"^PagedKVCache: num_blocks must be an integer of .*, got 0$"),
+        (lambda c: PagedKVCache(1, 1, 8, num_blocks=1.5), r"^PagedKVCache: num_blocks must be an .*, got 1\.5$"),
+        (lambda c: PagedKVCache(1, 1, 8, num_blocks=1, dtype=torch.int8), r"^PagedKVCache: dtype must be .*int8$"),
         (lambda c: c.free(7), r"^PagedKVCache\.free: there is no sequence 7$"),
         (lambda c: c.fork(7), r"^PagedKVCache\.fork: there is no sequence 7$"),
         (lambda c: c.prepare([(7, [1])]), r"^PagedKVCache\.prepare: there is no sequence 7$"),
         (lambda c: c.prepare([(0, [])]), r"^PagedKVCache\.prepare: sequence 0 needs at least one token$"),
+        (lambda c: c.prepare([(0, ["x"])]), r"^PagedKVCache\.prepare: tokens must be 64-bit integers, got 'x'$"),
+        (lambda c: c.prepare([(0, [1.5])]), r"^PagedKVCache\.prepare: tokens must be 64-bit integers, got 1\.5$"),
+        (lambda c: c.prepare([(0, [2**70])]), r"^PagedKVCache\.prepare: tokens must be 64-bit integers, got 118"),
+        (lambda c: c.add_sequence([1.5]), r"^PagedKVCache\.add_sequence: prompt must be 64-bit integers, got 1\.5$"),
         (lambda c: c.prepare([(0, [1]), (0, [2])]), r"^PagedKVCache\.prepare: a sequence may appear once in a step$"),
         (lambda c: c.prepare([(0, [1])], logits="some"), r"^PagedKVCache\.prepare: logits must be .*, got 'some'$"),
         (lambda c: c.prepare([(0, [1])], logits=[]), r"^PagedKVCache\.prepare: logits must have one bool per chunk"),
@@ -378,7 +402,19 @@ def test_misuse_is_one_line_and_changes_nothing(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call(cache)
     assert "\n" not in str(error.value)
-    assert cache.stats().free == 8
+    assert cache.stats().free == 8 and cache.sequences() == [0]
+
+
+def test_a_pool_without_memory_is_refused_at_once():
+    """Before the allocator's tables are made, which for so many blocks would take a minute and gigabytes."""
+    with pytest.raises(RuntimeError, match=r"^PagedKVCache: no memory on cpu for 99999999 blocks of 5368709120 bytes"):
+        PagedKVCache(2**15, 16, 64, num_blocks=99_999_999, dtype=torch.float32, block_size=20)
+
+
+def test_a_cache_cannot_be_copied_or_pickled():
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="^PagedKVCache: a cache cannot be copied or pickled"):
+            copied(new_cache())
 
 
 def test_documentation_examples():

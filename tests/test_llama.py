@@ -1,5 +1,7 @@
 """The Llama family against transformers' models with random weights, and against itself along every path."""
 
+import math
+
 import pytest
 import torch
 from model_helpers import CHUNKINGS, assert_logits_match, paged_logits
@@ -183,8 +185,29 @@ def test_asking_for_gradients_raises():
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"factor": 0}, "factor must be a number above 0, got 0"),
+        ({"original_max_seq_len": "64"}, "original_max_seq_len must be a number above 0, got '64'"),
+        ({"high_freq_factor": 1.0}, "high_freq_factor must be above low_freq_factor, got 1.0 and 1.0"),
+    ],
+)
+def test_llama3_rope_refuses(changes, message):
+    good = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 64}
+    with pytest.raises(ValueError, match=f"llama3_rope_factors: {message}"):
+        llama3_rope_factors(8, 500.0, **{**good, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
         ({"n_heads": 3, "n_kv_heads": 2}, "n_heads must be a multiple of n_kv_heads, got n_heads 3 and n_kv_heads 2"),
-        ({"n_kv_heads": 0}, "n_heads must be a multiple of n_kv_heads"),
+        ({"n_kv_heads": 0}, "n_kv_heads must be a whole number >= 1, got 0"),
+        ({"vocab_size": "32"}, "vocab_size must be a whole number >= 1, got '32'"),
+        ({"head_dim": True}, "head_dim must be a whole number >= 1, got True"),
+        ({"sliding_window": 0}, "sliding_window must be a whole number >= 1, got 0"),
+        ({"max_seq_len": 10**12}, "max_seq_len must be at most 16777216, got 1000000000000"),
+        ({"norm_eps": "a"}, "norm_eps must be a number above 0, got 'a'"),
+        ({"rope_theta": math.inf}, "rope_theta must be a number above 0, got inf"),
+        ({"rope_factors": (1.0, 0.0)}, r"rope_factors\[1\] must be a number above 0, got 0.0"),
         ({"hidden_size": 9}, "hidden_size must be a multiple of n_heads where head_dim is not given"),
         ({"head_dim": 5}, "head_dim must be even for rotary embeddings, got 5"),
         ({"rope_factors": (1.0,)}, r"rope_factors must have head_dim / 2 \(2\) entries, got 1"),

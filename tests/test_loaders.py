@@ -107,11 +107,28 @@ def test_nanogpt_checkpoint_errors(tmp_path, nanogpt):
     fails(saved(model={**state, "lm_head.weight": torch.ones(37, 24)}), "'lm_head.weight' must equal")
     fails(saved(model_args={**ARGS, "n_experts": 4}), "model_args has the unknown key 'n_experts'")
     fails(saved(model_args={**ARGS, "n_head": 5}), "n_embd must be a multiple of n_head, got n_embd 24 and n_head 5")
+    fails(saved(model_args={**ARGS, 5: 1}), "model_args has the unknown key 5")
+    fails(
+        saved(model_args={**ARGS, "n_layer": "x"}), "ckpt.pt: GPTConfig: n_layer must be a whole number >= 1, got 'x'"
+    )
+    fails(saved(model_args={**ARGS, "n_embd": torch.eye(2)}), "n_embd must be a whole number >= 1, got tensor(")
+    fails(saved(model_args={**ARGS, "n_layer": 10**6}), "must have tensors for 1000000 layers, got 28 tensors in all")
     fails(saved(model_args=None), "must be a dict with a dict 'model_args'")
+    fails(saved(model={**state, 5: torch.ones(1)}), "unexpected tensor '5'")
+    weight = state[name]
+    for wrong, got in [
+        (5, "must be a tensor, got int"),
+        (weight.to_sparse(), "must be dense and real, got torch.float32, torch.sparse_coo, on cpu"),
+        (weight.to(torch.complex64), "must be dense and real, got torch.complex64, torch.strided, on cpu"),
+        (weight.to("meta"), "must be dense and real, got torch.float32, torch.strided, on meta"),
+    ]:
+        fails(saved(model={**state, name: wrong}), f"ckpt.pt: tensor '{name}' {got}")
     torch.save([1, 2], path)
     fails(path, "must be a dict with a dict 'model'")
-    path.write_bytes(b"not a checkpoint")
-    fails(path, "ckpt.pt: not a file of tensors and plain values")
+    whole = saved().read_bytes()
+    for content in (b"not a checkpoint", b"", whole[:100], whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        fails(path, "ckpt.pt: not a file of tensors and plain values")
 
 
 class Planted:
@@ -124,7 +141,8 @@ class Planted:
 def test_a_checkpoint_cannot_run_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {}, "model_args": {}, "config": Planted()}, "ckpt.pt")
-    fails("ckpt.pt", "ckpt.pt: not a file of tensors and plain values")
+    # (torch's own words advise to load it with weights_only=False)
+    fails("ckpt.pt", "ckpt.pt: not a file of tensors and plain values: damaged, or it holds other objects")
     assert not (tmp_path / "planted").exists()
 
 
@@ -172,6 +190,8 @@ def test_gpt2_in_shards_and_pickled(tmp_path):
     theirs.config.save_pretrained(tmp_path / "pickled")
     torch.save(theirs.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
     assert_same_bits(load_model(tmp_path / "pickled")[0](idx, idx)[0], one)
+    torch.save([1], tmp_path / "pickled" / "pytorch_model.bin")
+    fails(tmp_path / "pickled", "pytorch_model.bin: must hold a dict of tensors, got list")
 
 
 def test_gpt2_errors(tmp_path):
@@ -230,6 +250,8 @@ def test_llama_in_shards(tmp_path):
     assert_logits_match(load_model(tmp_path)[0](idx), theirs, idx)
     shards[0].unlink()
     fails(tmp_path, f"{shards[0].name}: the shard is missing")
+    edit_json(tmp_path / "model.safetensors.index.json", weight_map={"a": 5})
+    fails(tmp_path, "index.json: 'weight_map' must be an object of file names, got {'a': 5}")
 
 
 def test_llama_config_as_older_files_write_it(tmp_path):
@@ -264,6 +286,14 @@ def test_llama_errors(tmp_path):
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling must be 'default' or 'llama3', got 'yarn'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
         ({"hidden_size": None}, "config.json: key 'hidden_size' is missing"),
+        ({"vocab_size": "x"}, "config.json: key 'vocab_size' must be a whole number >= 1, got 'x'"),
+        ({"num_attention_heads": 0}, "config.json: key 'num_attention_heads' must be a whole number >= 1, got 0"),
+        ({"num_key_value_heads": 0}, "config.json: key 'num_key_value_heads' must be a whole number >= 1, got 0"),
+        ({"max_position_embeddings": 10**12}, "config.json: LlamaConfig: max_seq_len must be at most 16777216"),
+        ({"rms_norm_eps": "a"}, "config.json: LlamaConfig: norm_eps must be a number above 0, got 'a'"),
+        ({"rope_parameters": {"rope_theta": 0}}, "LlamaConfig: rope_theta must be a number above 0, got 0"),
+        ({"rope_scaling": "x"}, "config.json: rope_scaling must be an object or null, got 'x'"),
+        ({"num_hidden_layers": 10**6}, "must have tensors for 1000000 layers, got 21 tensors in all"),
         ({"num_key_value_heads": 3}, "n_heads must be a multiple of n_kv_heads"),
         ({"num_key_value_heads": 4}, "self_attn.k_proj.weight' must have shape (16, 32), got (8, 32)"),
         ({"attention_bias": True}, "tensor 'model.layers.0.self_attn.q_proj.bias' is missing"),
@@ -426,6 +456,8 @@ def test_gguf_errors(tmp_path):
         ({"rope.scaling.type": "yarn"}, "key 'llama.rope.scaling.type' must be 'none', got 'yarn'"),
         ({"rope.dimension_count": 2}, "key 'llama.rope.dimension_count' must be the head_dim 4, got 2"),
         ({"expert_count": 8}, "key 'llama.expert_count' must be 0"),
+        ({"attention.head_count": 0}, "key 'llama.attention.head_count' must be a whole number >= 1, got 0"),
+        ({"block_count": "x"}, "model.gguf: key 'llama.block_count' must be a whole number >= 1, got 'x'"),
         ({"attention.head_count_kv": 3}, "n_heads must be a multiple of n_kv_heads"),
     ]:
         fails(write_gguf(path, theirs, **options), message)
@@ -494,6 +526,12 @@ def test_tokenizer_errors(tmp_path):
     fails(tmp_path, "tokenizer.json: has 5 tokens, the model only 4")
     (tmp_path / "tokenizer.json").write_text("{}")
     fails(tmp_path, "tokenizer.json cannot be read")
+    save_tokenizer(tmp_path)
+    for content, message in [("[]", "must hold a JSON object, got list"), ("{", "is not valid JSON")]:
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        fails(tmp_path, f"{tmp_path}: tokenizer_config.json {message}")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{}]}')  # what no check foresees
+    fails(tmp_path, f"{tmp_path}: cannot be loaded: KeyError: 'name'")
 
 
 # ----------------------------------------------------------------------------------------------------- names and paths
@@ -506,6 +544,8 @@ def test_names_that_are_no_model(tmp_path, monkeypatch):
     fails(tmp_path / "absent", "absent: no such file or directory")
     (tmp_path / "model.onnx").write_bytes(b"")
     fails(tmp_path / "model.onnx", "model.onnx: a model file must end in .gguf or .pt")
+    fails("~nobody-of-this-name/model", "~nobody-of-this-name/model: cannot be loaded: RuntimeError: ")
+    fails("x" * 5000, "File name too long")
     fails("nobody/no-such-model", "nobody/no-such-model: neither a file or directory here nor to be had from the hub")
 
 

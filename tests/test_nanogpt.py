@@ -228,12 +228,15 @@ def test_greedy_is_the_same_each_run_and_draws_nothing(pair):
         ([[1]], {"max_new_tokens": -1}, "generate: max_new_tokens must be >= 0, got -1"),
         ([[]], {}, r"generate: idx must be \(B, T\) with B and T >= 1, got shape \(1, 0\)"),
         ([1, 2], {}, r"generate: idx must be \(B, T\) with B and T >= 1, got shape \(2,\)"),
+        ([[1.0]], {}, "generate: idx must be int64, got torch.float32"),
+        ([[1, 37]], {}, r"generate: idx must hold tokens in 0 … 36, got 37"),
+        ([[1, -1]], {}, r"generate: idx must hold tokens in 0 … 36, got -1"),
     ],
 )
 def test_generate_refuses(pair, idx, options, message):
     ours, _ = pair()
     with pytest.raises(ValueError, match=message):
-        ours.generate(torch.tensor(idx, dtype=torch.int64), **{"max_new_tokens": 1, **options})
+        ours.generate(torch.tensor(idx) if idx != [[]] else torch.empty(1, 0), **{"max_new_tokens": 1, **options})
 
 
 def test_generate_of_no_tokens_returns_the_prompt(pair):
@@ -302,7 +305,14 @@ def test_asking_for_gradients_raises():
     "changes, message",
     [
         ({"n_embd": 25}, "GPTConfig: n_embd must be a multiple of n_head, got n_embd 25 and n_head 3"),
-        ({"n_head": 0}, "GPTConfig: n_embd must be a multiple of n_head"),
+        ({"n_head": 0}, "GPTConfig: n_head must be a whole number >= 1, got 0"),
+        ({"n_embd": 0}, "GPTConfig: n_embd must be a whole number >= 1, got 0"),
+        ({"vocab_size": 0}, "GPTConfig: vocab_size must be a whole number >= 1, got 0"),
+        ({"block_size": 1.5}, "GPTConfig: block_size must be a whole number >= 1, got 1.5"),
+        ({"n_layer": "x"}, "GPTConfig: n_layer must be a whole number >= 1, got 'x'"),
+        ({"dropout": 2}, "GPTConfig: dropout must be a number from 0 to 1, got 2"),
+        ({"bias": "no"}, "GPTConfig: bias must be True or False, got 'no'"),
+        ({"layer_norm_eps": None}, "GPTConfig: layer_norm_eps must be a number above 0, got None"),
         ({"activation": "relu"}, "GPTConfig: activation must be 'gelu' or 'gelu_tanh', got 'relu'"),
     ],
 )

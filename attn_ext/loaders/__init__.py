@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from attn_ext.loaders.weights import LoadError
+from attn_ext.loaders.weights import LoadError, reason
 from attn_ext.tokenizer import Tokenizer
 
 __all__ = ["LoadError", "load_model"]
@@ -39,7 +39,15 @@ def load_model(name_or_path: str | Path = "smollm2", *, dtype: torch.dtype = tor
         ...
     attn_ext.loaders.weights.LoadError: missing.gguf: no such file
     """
-    options = {"dtype": dtype, "device": device}
+    try:
+        return _load(name_or_path, {"dtype": dtype, "device": device})
+    except LoadError:
+        raise
+    except Exception as e:  # what a damaged file makes of the libraries that read it has no common type
+        raise LoadError(f"{name_or_path}: cannot be loaded: {reason(e)}") from e
+
+
+def _load(name_or_path: str | Path, options: dict):
     path = Path(name_or_path).expanduser()
     if str(name_or_path) == "smollm2":
         from attn_ext import smollm2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_ext.llama import Llama, LlamaConfig
-from attn_ext.loaders.weights import LoadError, Weights, build
+from attn_ext.loaders.weights import LoadError, Weights, build, check_keys, reason
 from attn_ext.tokenizer import Tokenizer
 
 ARCHITECTURES = ("llama", "qwen2")
@@ -37,7 +37,7 @@ def load(path: Path, *, dtype: torch.dtype = torch.float32, device="cpu") -> tup
     try:
         reader = Reader(path)
     except (ValueError, KeyError, IndexError) as e:
-        raise LoadError(f"{path}: not a GGUF file: {str(e).splitlines()[0]}") from e
+        raise LoadError(f"{path}: not a GGUF file: {reason(e)}") from e
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
 
@@ -53,7 +53,7 @@ def load(path: Path, *, dtype: torch.dtype = torch.float32, device="cpu") -> tup
         raise LoadError(f"{path}: architecture must be one of {ARCHITECTURES}, got {architecture!r}")
     weights = Weights(str(path), tensors, read, dtype, device)
     config = _config(path, architecture, fields, weights, tensors)
-    model = build(Llama, config, weights, _taker(architecture, config))
+    model = build(Llama, config, config.n_layers, weights, _taker(architecture, config))
     tokenizer = None
     if "tokenizer.ggml.model" in fields:
         try:
@@ -70,6 +70,12 @@ def _config(path: Path, architecture: str, fields: dict, weights: Weights, tenso
             raise LoadError(f"{path}: key '{architecture}.{key}' is missing")
         return value
 
+    def size(key: str, default=REQUIRED) -> int | None:
+        value = field(key, default)
+        if value is not default:
+            check_keys(path, {f"{architecture}.{key}": value})
+        return value
+
     if "token_embd.weight" not in tensors:
         raise LoadError(f"{path}: tensor 'token_embd.weight' is missing")
     if field("expert_count", 0):
@@ -78,8 +84,8 @@ def _config(path: Path, architecture: str, fields: dict, weights: Weights, tenso
         raise LoadError(
             f"{path}: key '{architecture}.rope.scaling.type' must be 'none', got {field('rope.scaling.type')!r}"
         )
-    hidden, n_heads = field("embedding_length"), field("attention.head_count")
-    head_dim = field("attention.key_length", hidden // n_heads)
+    hidden, n_heads = size("embedding_length"), size("attention.head_count")
+    head_dim = size("attention.key_length", hidden // n_heads)
     for key in ("rope.dimension_count", "attention.value_length"):
         if field(key, head_dim) != head_dim:
             raise LoadError(f"{path}: key '{architecture}.{key}' must be the head_dim {head_dim}, got {field(key)}")
@@ -92,12 +98,12 @@ def _config(path: Path, architecture: str, fields: dict, weights: Weights, tenso
         return LlamaConfig(
             vocab_size=int(tensors["token_embd.weight"].shape[-1]),  # GGUF gives dims in reverse
             hidden_size=hidden,
-            intermediate_size=field("feed_forward_length"),
-            n_layers=field("block_count"),
+            intermediate_size=size("feed_forward_length"),
+            n_layers=size("block_count"),
             n_heads=n_heads,
-            n_kv_heads=field("attention.head_count_kv", n_heads),
+            n_kv_heads=size("attention.head_count_kv", n_heads),
             head_dim=head_dim,
-            max_seq_len=field("context_length"),
+            max_seq_len=size("context_length"),
             norm_eps=field("attention.layer_norm_rms_epsilon"),
             rope_theta=field("rope.freq_base", 10000.0),
             rope_factors=factors,
@@ -105,7 +111,7 @@ def _config(path: Path, architecture: str, fields: dict, weights: Weights, tenso
             o_bias="blk.0.attn_output.bias" in tensors,
             mlp_bias="blk.0.ffn_gate.bias" in tensors,
             tie_embeddings="output.weight" not in tensors,
-            sliding_window=field("attention.sliding_window", None),
+            sliding_window=field("attention.sliding_window", None) or None,
         )
     except ValueError as e:
         raise LoadError(f"{path}: {e}") from e

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from attn_ext.loaders.weights import LoadError, Weights, load_pickled
+from attn_ext.loaders.weights import LoadError, Weights, check_keys, load_pickled, reason
 
-__all__ = ["download", "open_weights", "read_json"]
+__all__ = ["download", "open_weights", "read_json", "read_sizes"]
 
 
 def download(name: str) -> Path:
@@ -23,8 +23,7 @@ def download(name: str) -> Path:
             )  # the files at the top: folders hold exports for other runtimes
         )
     except Exception as e:  # the hub and its http client raise dozens of unrelated types
-        reason = str(e).strip().splitlines() or [type(e).__name__]
-        raise LoadError(f"{name}: neither a file or directory here nor to be had from the hub: {reason[0]}") from e
+        raise LoadError(f"{name}: neither a file or directory here nor to be had from the hub: {reason(e)}") from e
 
 
 def read_json(path: Path) -> dict:
@@ -40,6 +39,16 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def read_sizes(file: Path, content: dict, keys: dict[str, str], optional: dict[str, str]) -> dict[str, int]:
+    """The whole numbers of a config, {our name: value}, of {our name: the file's key}; null is as good as missing."""
+    for key in keys.values():
+        if key not in content:
+            raise LoadError(f"{file}: key {key!r} is missing")
+    names = {**keys, **{name: key for name, key in optional.items() if content.get(key) is not None}}
+    check_keys(file, {key: content[key] for key in names.values()})
+    return {name: content[key] for name, key in names.items()}
+
+
 def open_weights(directory: Path, *, dtype: torch.dtype, device) -> Weights:
     """The tensors of model.safetensors, of the shards of model.safetensors.index.json, or of pytorch_model.bin."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
@@ -48,11 +57,13 @@ def open_weights(directory: Path, *, dtype: torch.dtype, device) -> Weights:
         return _safetensors(directory, [single], dtype, device)
     if index.exists():
         shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise LoadError(f"{index}: must hold a 'weight_map'")
+        if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
+            raise LoadError(f"{index}: 'weight_map' must be an object of file names, got {shards!r:.100}")
         return _safetensors(directory, [directory / file for file in sorted(set(shards.values()))], dtype, device)
     if pickled.exists():
         state = load_pickled(pickled)
+        if not isinstance(state, dict):
+            raise LoadError(f"{pickled}: must hold a dict of tensors, got {type(state).__name__}")
         return Weights(str(directory), state, state.__getitem__, dtype, device)
     raise LoadError(f"{directory}: no model.safetensors, model.safetensors.index.json or pytorch_model.bin")
 

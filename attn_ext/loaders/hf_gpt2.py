@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from attn_ext.loaders.hf_files import open_weights, read_json
+from attn_ext.loaders.hf_files import open_weights, read_json, read_sizes
 from attn_ext.loaders.weights import LoadError, Weights, build
 from attn_ext.nanogpt import GPT, GPTConfig
 
@@ -29,26 +30,25 @@ def load(directory: Path, *, dtype: torch.dtype = torch.float32, device="cpu") -
             weights.take(stored, shape[::-1]).t().contiguous() if name.endswith(CONV1D) else weights.take(stored, shape)
         )
 
+    return build_gpt(config, weights, take)
+
+
+def build_gpt(config: GPTConfig, weights: Weights, take: Callable[[Weights, str, tuple], Tensor]) -> GPT:
+    """The model, with the head, where it is stored too, checked to be the token embedding."""
     head = None
     if "lm_head.weight" in weights:
         head = weights.take("lm_head.weight", (config.vocab_size, config.n_embd))
-    model = build(GPT, config, weights, take)
+    model = build(GPT, config, config.n_layer, weights, take)
     if head is not None and not torch.equal(head, model.lm_head.weight):
-        raise LoadError(f"{directory}: tensor 'lm_head.weight' must equal '{prefix}wte.weight' (a tied head)")
+        raise LoadError(f"{weights.source}: tensor 'lm_head.weight' must equal 'transformer.wte.weight' (a tied head)")
     return model
 
 
 def _config(directory: Path) -> GPTConfig:
     file = directory / "config.json"
     c = read_json(file)
-    sizes = {}
-    for ours, theirs in {
-        "vocab_size": "vocab_size", "block_size": "n_positions", "n_layer": "n_layer", "n_head": "n_head",
-        "n_embd": "n_embd",
-    }.items():  # fmt: skip
-        if theirs not in c:
-            raise LoadError(f"{file}: key {theirs!r} is missing")
-        sizes[ours] = c[theirs]
+    keys = {key: key for key in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    sizes = read_sizes(file, c, {**keys, "block_size": "n_positions"}, optional={})
     activation = c.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
         raise LoadError(f"{file}: activation_function must be one of {sorted(ACTIVATIONS)}, got {activation!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_ext.llama import Llama, LlamaConfig, llama3_rope_factors
-from attn_ext.loaders.hf_files import open_weights, read_json
+from attn_ext.loaders.hf_files import open_weights, read_json, read_sizes
 from attn_ext.loaders.weights import LoadError, Weights, build
 
 MODEL_TYPES = ("llama", "mistral", "qwen2")
@@ -42,62 +43,68 @@ def load(directory: Path, *, dtype: torch.dtype = torch.float32, device="cpu") -
         rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         return torch.cat([weights.take(f"{base}self_attn.{p}.{kind}", (n, *shape[1:])) for p, n in rows.items()])
 
-    return build(Llama, config, weights, take)
+    return build(Llama, config, config.n_layers, weights, take)
 
 
 def _config(directory: Path) -> LlamaConfig:
     file = directory / "config.json"
     c = read_json(file)
-    sizes = {}
-    for ours, theirs in {
-        "vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
-        "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "max_seq_len": "max_position_embeddings",
-    }.items():  # fmt: skip
-        if theirs not in c:
-            raise LoadError(f"{file}: key {theirs!r} is missing")
-        sizes[ours] = c[theirs]
+    keys = {key: key for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    keys |= {
+        "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads", "max_seq_len": "max_position_embeddings"
+    }  # fmt: skip
+    optional = {"n_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    if c["model_type"] != "qwen2":
+        optional["sliding_window"] = "sliding_window"
+    sizes = read_sizes(file, c, keys, optional)
     if c.get("hidden_act", "silu") != "silu":
         raise LoadError(f"{file}: hidden_act must be 'silu', got {c['hidden_act']!r}")
     qwen2 = c["model_type"] == "qwen2"
-    window = c.get("sliding_window")
-    if qwen2:
-        if c.get("use_sliding_window"):
-            raise LoadError(f"{file}: use_sliding_window must be false for qwen2 (its layers differ), got true")
-        window = None
+    if qwen2 and c.get("use_sliding_window"):
+        raise LoadError(f"{file}: use_sliding_window must be false for qwen2 (its layers differ), got true")
+    rope = _rope(c, file)
     try:
         config = LlamaConfig(
-            **sizes,
-            n_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
-            head_dim=c.get("head_dim"),
+            **{"n_kv_heads": sizes["n_heads"], **sizes},
             norm_eps=c.get("rms_norm_eps", 1e-6),
             qkv_bias=qwen2 or bool(c.get("attention_bias")),
             o_bias=not qwen2 and bool(c.get("attention_bias")),
             mlp_bias=bool(c.get("mlp_bias")),
             tie_embeddings=bool(c.get("tie_word_embeddings")),
-            sliding_window=window,
+            rope_theta=rope["rope_theta"],
         )
-        _set_rope(config, c, file)
+        return dataclasses.replace(config, rope_factors=_rope_factors(config, rope, file))
     except ValueError as e:
         raise LoadError(f"{file}: {e}") from e
-    return config
 
 
-def _set_rope(config: LlamaConfig, c: dict, file: Path) -> None:
-    """rope_theta and rope_scaling; newer files hold both in rope_parameters."""
-    rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
-    config.rope_theta = float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0)
-    if rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise LoadError(f"{file}: partial_rotary_factor must be 1, got {c.get('partial_rotary_factor')}")
+def _rope(c: dict, file: Path) -> dict:
+    """rope_theta and rope_scaling as one dict; newer files hold both in rope_parameters."""
+    rope = {"rope_theta": c.get("rope_theta")}
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(c.get(key), dict | None):
+            raise LoadError(f"{file}: {key} must be an object or null, got {c[key]!r}")
+        rope |= {name: value for name, value in (c.get(key) or {}).items() if value is not None}
+    if rope["rope_theta"] is None:
+        rope["rope_theta"] = 10000.0
+    partial = rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise LoadError(f"{file}: partial_rotary_factor must be 1, got {partial!r}")
+    return rope
+
+
+def _rope_factors(config: LlamaConfig, rope: dict, file: Path) -> tuple[float, ...] | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
         keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         missing = [key for key in keys if key not in rope]
         if missing:
             raise LoadError(f"{file}: llama3 rope scaling needs the key {missing[0]!r}")
-        config.rope_factors = llama3_rope_factors(
+        return llama3_rope_factors(
             config.head_dim, config.rope_theta, factor=rope["factor"], low_freq_factor=rope["low_freq_factor"],
             high_freq_factor=rope["high_freq_factor"],
             original_max_seq_len=rope["original_max_position_embeddings"],
         )  # fmt: skip
-    elif kind != "default":
+    if kind != "default":
         raise LoadError(f"{file}: rope scaling must be 'default' or 'llama3', got {kind!r}")
+    return None

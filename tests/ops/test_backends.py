@@ -45,6 +45,18 @@ def test_a_call_is_for_good_and_a_context_is_undone():
         assert attn_ext.active_backend() == "scalar"
 
 
+def test_contexts_that_overlap_leave_the_backend_of_before():
+    """As those of two threads may: the first to begin is the first to end."""
+    names = attn_ext.backends()
+    with attn_ext.use_backend(names[0]):
+        first = attn_ext.use_backend(names[len(names) // 2]).__enter__()
+        second = attn_ext.use_backend("scalar").__enter__()
+        first.__exit__(None, None, None)
+        assert attn_ext.active_backend() == "scalar"
+        second.__exit__(None, None, None)
+        assert attn_ext.active_backend() == names[0]
+
+
 @pytest.mark.parametrize("name", ["", "cuda9", "AVX2", "scalar "])
 def test_an_unknown_name_lists_the_possible_ones(name):
     before = attn_ext.active_backend()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attn_ext.cli.common import Model, OptionalDtype, Threads, UserError, command, console, load, set_threads
+from attn_ext_cli.common import Model, OptionalDtype, Threads, UserError, command, console, load, set_threads
 
 if TYPE_CHECKING:
     from attn_ext.generate import Completion, Engine, Event
@@ -82,7 +82,7 @@ def _prompts(prompt: str | None, prompts_file: Path | None) -> list[str]:
     if (prompt is None) == (prompts_file is None):
         raise UserError("give either a prompt or --prompts-file" + ("" if prompt is None else ", not both"))
     if prompt is not None:
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = _stdin() if prompt == "-" else prompt
         if not text.strip():
             raise UserError("the prompt is empty")
         return [text]
@@ -95,6 +95,15 @@ def _prompts(prompt: str | None, prompts_file: Path | None) -> list[str]:
     if not prompts:
         raise UserError(f"--prompts-file {prompts_file}: no prompt in it (one a line)")
     return prompts
+
+
+def _stdin() -> str:
+    if sys.stdin is None:
+        raise UserError("the prompt: the standard input is closed")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UserError("the prompt: the standard input is not UTF-8 text") from error
 
 
 def _chat(tokenizer, system: str, text: str) -> list[int]:

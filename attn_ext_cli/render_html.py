@@ -6,8 +6,8 @@ import math
 from html import escape
 from pathlib import Path
 
-from attn_ext.cli.render_text import PANELS, colour, dims, head_title, subtitle
 from attn_ext.explain import Explanation
+from attn_ext_cli.render_text import PANELS, colour, dims, head_title, subtitle
 
 __all__ = ["MAX_CELLS", "cells", "save_html"]
 

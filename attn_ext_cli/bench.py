@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from attn_ext.cli.common import Threads, UserError, command, console, cpu_name, set_threads
+from attn_ext_cli.common import Threads, UserError, command, console, cpu_name, set_threads
 
 
 @command

@@ -40,16 +40,14 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
         try:
             status = function(**options) or 0
             sys.stdout.flush()
-        except UserError as error:
+        except KeyboardInterrupt:
+            status = 130
+        except BrokenPipeError:  # the reader (head, less) has seen enough
+            status = 141
+        except (UserError, ImportError, OSError) as error:  # attn_ext cannot be imported, the output's disk is full
             message = _one_line(error).removeprefix(f"{function.__name__}: ")
             print(f"attn-ext {function.__name__}: {message}", file=sys.stderr)
             status = 1
-        except KeyboardInterrupt:
-            status = 130
-        except BrokenPipeError:
-            # The reader (head, less) has seen enough. Python would complain once more when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            status = 141
         raise typer.Exit(status)
 
     return wrapper

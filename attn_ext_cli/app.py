@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from attn_ext.cli.bench import bench
-from attn_ext.cli.check import check
-from attn_ext.cli.explain import explain
-from attn_ext.cli.generate import generate
-from attn_ext.cli.info import info
+from attn_ext_cli.bench import bench
+from attn_ext_cli.check import check
+from attn_ext_cli.explain import explain
+from attn_ext_cli.generate import generate
+from attn_ext_cli.info import info
 
 app = typer.Typer(
     name="attn-ext",

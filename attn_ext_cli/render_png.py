@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from attn_ext.cli.render_text import PANELS, dims, head_title, subtitle
 from attn_ext.explain import Explanation, Stage
+from attn_ext_cli.render_text import PANELS, dims, head_title, subtitle
 
 __all__ = ["save_png"]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from attn_ext.cli.common import Threads, UserError, command, console, set_threads
+from attn_ext_cli.common import Threads, UserError, command, console, set_threads
 
 
 @command

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from attn_ext.cli.common import Model, OptionalDtype, Threads, UserError, command, console, load, set_threads
+from attn_ext_cli.common import Model, OptionalDtype, Threads, UserError, command, console, load, set_threads
 
 
 @command
@@ -31,19 +31,19 @@ def explain(
 
     if output is not None and output.suffix == ".png":
         try:
-            from attn_ext.cli.render_png import save_png
+            from attn_ext_cli.render_png import save_png
         except ImportError as error:
             raise UserError(f"a .png needs matplotlib: pip install 'attn_ext[plot]' ({error})") from error
     network, tokenizer = load(model, dtype)
-    tokens = tokenizer.encode(prompt)
     try:
+        tokens = tokenizer.encode(prompt)
         explanation = take_apart(network, tokens, layer=layer, head=head)
     except ValueError as error:
         raise UserError(str(error)) from error
     labels = token_labels(tokenizer, tokens)
 
     if output is None:
-        from attn_ext.cli.render_text import print_text
+        from attn_ext_cli.render_text import print_text
 
         print_text(explanation, labels, prompt, console())
         return
@@ -52,7 +52,7 @@ def explain(
             if not save_png(explanation, labels, prompt, output):
                 print("matplotlib's font lacks some of the characters; a .html shows all of them", file=sys.stderr)
         else:
-            from attn_ext.cli.render_html import MAX_CELLS, cells, save_html
+            from attn_ext_cli.render_html import MAX_CELLS, cells, save_html
 
             if cells(explanation) > MAX_CELLS:
                 size = f"{len(tokens)} tokens of {len(explanation.heads)} heads"

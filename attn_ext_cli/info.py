@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from attn_ext.cli.common import command, console, cpu_name
+from attn_ext_cli.common import command, console, cpu_name
 
 
 @command

@@ -1,3 +1,0 @@
-from attn_ext.cli import main
-
-main()

@@ -1,0 +1,3 @@
+from attn_ext_cli import main
+
+main()
