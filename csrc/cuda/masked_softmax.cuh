@@ -1,13 +1,13 @@
 // Softmax over the last dimension of scale * scores + mask: one read and one write of every element.
 //
 // Rows of up to 1024 columns: one warp a row, the row in registers. Longer rows: one block a row, the row in shared
-// memory as float32; what does not fit there (from 24 000 columns on the smallest GPU, 58 000 on an H200) is read
-// again.
+// memory as float32; what does not fit there (from 24 000 columns on the smallest GPU, 58 000 on an H200) is read twice
+// more.
 //
 // A warp works on chunks of 512 bytes. Where rows are aligned, a lane takes neighbouring columns, one 16-byte access;
-// where they are not, neighbouring lanes take neighbouring columns. Sums go column by column over
-// chunks, then over a tree of the bits of the column within the chunk, lowest first: the same additions both ways, so
-// a row's bits depend on neither its place in the batch nor its alignment.
+// where they are not, neighbouring lanes take neighbouring columns. Sums go column by column over chunks, then over a
+// tree of the bits of the column within the chunk, lowest first: the same additions both ways, so a row's bits depend
+// on neither its place in the batch nor its alignment.
 #pragma once
 
 #include "cuda/common.cuh"
