@@ -53,6 +53,23 @@ def _must_share_device(op, **tensors):
         _must(t.device == first[1].device, op, name, f"be on the device of {first[0]} ({first[1].device})", t.device)
 
 
+def _must_share_dtype(op, **tensors):
+    given = {name: t for name, t in tensors.items() if t is not None}
+    first = next(iter(given.values()))
+    _must(first.is_floating_point(), op, next(iter(given)), "be floating point", first.dtype)
+    _must(all(t.dtype == first.dtype for t in given.values()), op, ", ".join(given), "have the same dtype",
+          ", ".join(str(t.dtype) for t in given.values()))  # fmt: skip
+
+
+def _must_be_product(op, x, weight, bias):
+    _must_share_device(op, x=x, weight=weight, bias=bias)
+    _must_share_dtype(op, x=x, weight=weight, bias=bias)
+    _must(x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1], op, "x",
+          "have as last dimension the K of weight", f"{tuple(x.shape)} and {tuple(weight.shape)}")  # fmt: skip
+    _must(bias is None or bias.shape == weight.shape[:1], op, "bias", f"have shape ({weight.shape[0]},)",
+          None if bias is None else tuple(bias.shape))  # fmt: skip
+
+
 def _must_have_heads(op, n_heads, n_kv_heads):
     _must(
         n_heads >= 1 and n_kv_heads >= 1 and n_heads % n_kv_heads == 0, op, "the number of query heads",
@@ -95,9 +112,12 @@ def linear(
 @_fake("linear")
 def _(x, weight, bias=None, *, activation=None, residual=None):
     _must_share_device("linear", x=x, weight=weight, bias=bias, residual=residual)
-    _must(x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1], "linear", "x",
-          "have as last dimension the K of weight", f"{tuple(x.shape)} and {tuple(weight.shape)}")  # fmt: skip
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    _must_share_dtype("linear", x=x, residual=residual)
+    _must_be_product("linear", x, weight, bias)
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    _must(residual is None or residual.shape == y.shape, "linear", "residual", f"have shape {tuple(y.shape)}",
+          None if residual is None else tuple(residual.shape))  # fmt: skip
+    return y
 
 
 def qkv_projection(
@@ -124,19 +144,17 @@ def qkv_projection(
     return heads.split([n_heads, n_kv_heads, n_kv_heads], dim=-2)
 
 
-def _must_be_fused_weight(op, x, weight, n_heads, n_kv_heads):
+def _must_be_fused_weight(op, x, weight, bias, n_heads, n_kv_heads):
     _must_have_heads(op, n_heads, n_kv_heads)
     heads = n_heads + 2 * n_kv_heads
     _must(weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[0] % heads == 0, op, "weight",
           f"have a positive multiple of n_heads + 2 n_kv_heads ({heads}) rows", tuple(weight.shape))  # fmt: skip
-    _must(x.dim() >= 1 and x.shape[-1] == weight.shape[1], op, "x", "have as last dimension the K of weight",
-          f"{tuple(x.shape)} and {tuple(weight.shape)}")  # fmt: skip
+    _must_be_product(op, x, weight, bias)
 
 
 @_fake("qkv_projection")
 def _(x, weight, bias=None, *, n_heads, n_kv_heads):
-    _must_share_device("qkv_projection", x=x, weight=weight, bias=bias)
-    _must_be_fused_weight("qkv_projection", x, weight, n_heads, n_kv_heads)
+    _must_be_fused_weight("qkv_projection", x, weight, bias, n_heads, n_kv_heads)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -176,7 +194,8 @@ def _(x, weight, bias, key_cache, value_cache, slot_mapping, *, n_heads, n_kv_he
     op = "qkv_projection_to_cache"
     _must_share_device(op, x=x, weight=weight, bias=bias, key_cache=key_cache, value_cache=value_cache,
                        slot_mapping=slot_mapping, cos=rope_cos, sin=rope_sin, positions=positions)  # fmt: skip
-    _must_be_fused_weight(op, x, weight, n_heads, n_kv_heads)
+    _must_be_fused_weight(op, x, weight, bias, n_heads, n_kv_heads)
+    _must_share_dtype(op, x=x, key_cache=key_cache, value_cache=value_cache)
     return x.new_empty((*x.shape[:-1], n_heads, weight.shape[0] // (n_heads + 2 * n_kv_heads)))
 
 
@@ -190,7 +209,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, causal: bool =
         scores: (..., Tq, Tk).
         mask: bool (True = may attend) or additive (float32 or dtype of scores), broadcast to scores; or None.
         causal: row i sees columns j <= i + Tk - Tq (bottom-right: the last row sees every column).
-        scale: any finite factor of the scores, 0 and negative included.
+        scale: any factor that is finite in float32, 0 and negative included.
     Returns:
         the shape and dtype of scores, contiguous. A row that sees nothing is 0.
 
@@ -225,7 +244,7 @@ def attention(
     Args:
         q: (B, Tq, H, D). k, v: (B, Tk, Hkv, D), H a multiple of Hkv (grouped queries).
         causal: query i sees keys j <= p (bottom-right: the last query sees every key).
-        scale: None for 1/sqrt(D); any finite number.
+        scale: None for 1/sqrt(D); any number that is finite in float32.
         window: (left, right), keys p - left <= j <= p + right; -1 = unlimited.
         softcap: 0 for none.
         alibi_slopes: (H) or (B, H) float32 (Press et al., arXiv 2108.12409).
@@ -244,12 +263,16 @@ def attention(
     >>> attn_ext.attention(q, k, v, causal=True)[0, :, 0, 0]
     tensor([1.0000, 1.5000, 2.0000])
     """
-    out, lse = _ops.attention(q, k, v, **_options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias))
+    out, lse = _ops.attention(
+        q, k, v, **_options("attention", causal, scale, window, softcap, alibi_slopes, sinks, mask, bias)
+    )
     return (out, lse) if return_lse else out
 
 
-def _options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias):
-    left, right = (-1, -1) if window is None else window
+def _options(op, causal, scale, window, softcap, alibi_slopes, sinks, mask, bias):
+    window = (-1, -1) if window is None else window
+    _must(isinstance(window, tuple | list) and len(window) == 2, op, "window", "be None or (left, right)", repr(window))
+    left, right = window
     return {
         "causal": causal, "scale": scale, "window_left": left, "window_right": right, "softcap": softcap,
         "alibi_slopes": alibi_slopes, "sinks": sinks, "mask": mask, "bias": bias,
@@ -259,8 +282,13 @@ def _options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias):
 def _fake_attention(op, q, keys_and_values, options, **tensors):
     extra = {name: options.get(name) for name in ("alibi_slopes", "sinks", "mask", "bias")}
     _must_share_device(op, q=q, **keys_and_values, **tensors, **extra)
-    name, k = next(iter(keys_and_values.items()))
-    _must(q.dim() in (3, 4) and k.dim() in (3, 4), op, "q", "have 3 or 4 dimensions", tuple(q.shape))
+    _must_share_dtype(op, q=q, **keys_and_values)
+    (name, k), (v_name, v) = keys_and_values.items()
+    ragged = op == "attention_varlen" or tensors.get("cu_seqlens_q") is not None
+    _must(q.dim() == (3 if ragged else 4), op, "q", f"have {3 if ragged else 4} dimensions", tuple(q.shape))
+    _must(k.dim() == (3 if op == "attention_varlen" else 4), op, name, "have the dimensions of its layout",
+          tuple(k.shape))  # fmt: skip
+    _must(v.shape == k.shape, op, v_name, f"have the shape of {name} {tuple(k.shape)}", tuple(v.shape))
     _must(k.shape[-1] == q.shape[-1], op, name, f"have the head_dim of q ({q.shape[-1]})", k.shape[-1])
     _must_have_heads(op, q.shape[-2], k.shape[-2])
     if q.dim() == 3:
@@ -303,7 +331,7 @@ def attention_varlen(
     """
     out, lse = _ops.attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        **_options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias),
+        **_options("attention_varlen", causal, scale, window, softcap, alibi_slopes, sinks, mask, bias),
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -350,7 +378,7 @@ def paged_attention(
     """
     out, lse = _ops.paged_attention(
         q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        **_options(causal, scale, window, softcap, alibi_slopes, sinks, mask, bias),
+        **_options("paged_attention", causal, scale, window, softcap, alibi_slopes, sinks, mask, bias),
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -389,6 +417,9 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 @_fake("merge_attention")
 def _(out_a, lse_a, out_b, lse_b):
     _must_share_device("merge_attention", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    _must_share_dtype("merge_attention", out_a=out_a, out_b=out_b)
+    _must(out_a.shape == out_b.shape, "merge_attention", "out_b", f"have the shape of out_a {tuple(out_a.shape)}",
+          tuple(out_b.shape))  # fmt: skip
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
@@ -418,6 +449,8 @@ def _(key, value, key_cache, value_cache, slot_mapping):
     _must_share_device(
         op, key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping
     )
+    _must_share_dtype(op, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    _must(value.shape == key.shape, op, "value", f"have the shape of key {tuple(key.shape)}", tuple(value.shape))
     _must(key.shape[1:] == key_cache.shape[2:], op, "key",
           f"have the key/value heads and head_dim of key_cache {tuple(key_cache.shape[2:])}",
           tuple(key.shape))  # fmt: skip
@@ -437,7 +470,8 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, block_pairs: Tensor | li
     tensor([1., 0., 2.])
     """
     if not isinstance(block_pairs, Tensor):
-        block_pairs = torch.tensor(block_pairs, dtype=torch.int64, device=key_cache.device).reshape(-1, 2)
+        pairs = torch.tensor(block_pairs, device=key_cache.device)  # of floats or bools: refused like such a tensor
+        block_pairs = pairs if len(block_pairs) else pairs.long().reshape(0, 2)
     _ops.copy_blocks(key_cache, value_cache, block_pairs)
 
 

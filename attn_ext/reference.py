@@ -166,7 +166,7 @@ def _softmax(s: Tensor, visible: Tensor | None, sinks: Tensor | None = None):
     total = p.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks - m0)
-    weights = torch.where(total > 0, p / total, torch.where(total == 0, torch.zeros_like(p), p / total))
+    weights = (p / total).masked_fill(s == -math.inf, 0.0)  # in a row with a NaN too, what is not seen is 0
     lse = m + torch.log(total)
     return weights, torch.where(total == 0, torch.full_like(lse, -math.inf), lse).squeeze(-1)
 

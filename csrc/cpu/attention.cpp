@@ -290,20 +290,28 @@ bool filter_row(const T* v, int64_t D, Element<T>* to) {
   return true;
 }
 
-// values (kStep / kPerStep, D) from the step's rows. Where some row of the tile may not see a key, NaN and inf are left
-// out; returns whether there were any.
+// The keys of a step whose values hold NaN or inf, left out where some row of the tile may not see them.
+struct LeftOut {
+  int64_t keys[kStep];
+  int64_t count = 0;
+  bool seen[kTileRows * kStep];  // (rows, count)
+};
+
+// values (kStep / kPerStep, D) from the step's rows.
 template <class T>
-bool stage_values(const StepRows<T>& rows, int64_t D, bool plain, Scratch<T>& s) {
+void stage_values(const StepRows<T>& rows, int64_t D, bool plain, Scratch<T>& s, LeftOut& left_out) {
   using A = Accumulate<T>;
   constexpr int64_t per_step = Product<T>::kPerStep;
-  bool left_out = false;
+  const auto filter = [&](int64_t j, Element<T>* to) {
+    if (filter_row(rows.v[j], D, to)) left_out.keys[left_out.count++] = j;
+  };
   for (int64_t j = 0; j < rows.count; j += per_step) {
     A* to = s.values + j / per_step * s.ld;
     if constexpr (per_step == 1) {
       if (plain)
         convert_row(rows.v[j], D, to);
       else
-        left_out |= filter_row(rows.v[j], D, to);
+        filter(j, to);
     } else {
       if (plain && j + 1 < rows.count && D == s.ld) {
         const auto row = [&](int64_t i) { return rows.v[j + i]; };
@@ -317,26 +325,35 @@ bool stage_values(const StepRows<T>& rows, int64_t D, bool plain, Scratch<T>& s)
         else if (plain)
           convert_row(rows.v[j + i], D, row(i));
         else
-          left_out |= filter_row(rows.v[j + i], D, row(i));
+          filter(j + i, row(i));
       }
       for (int64_t d = 0; d < s.ld; d += W<A>) store(to + d, step_of_rows<T>(row, 0, d));
     }
   }
-  return left_out;
 }
 
-// The NaN and inf that stage_values left out, for the rows that do see them.
+// The NaN and inf that stage_values left out, for the rows that do see them. The staged values are used up by now.
 template <class T>
-void add_left_out_values(const Tile& t, const StepRows<T>& rows, int64_t D, const bool* seen, Scratch<T>& s) {
+void add_left_out_values(const Tile& t, const StepRows<T>& rows, int64_t D, const LeftOut& left_out, Scratch<T>& s) {
   using A = Accumulate<T>;
-  for (int64_t r = 0; r < t.rows; ++r)
-    for (int64_t j = 0; j < rows.count; ++j) {
-      if (!seen[r * kStep + j]) continue;
-      for (int64_t d = 0; d < D; ++d) {
-        const A v = to_accumulate(rows.v[j][d]);
-        if (!(v - v == A(0))) s.out[r * s.ld + d] += s.scores[r * kStep + j] * v;
+  for (int64_t i = 0; i < left_out.count; ++i) {
+    const int64_t j = left_out.keys[i];
+    A* value = s.values;
+    for (int64_t d = 0; d < D; d += W<A>) {
+      const int64_t lanes = min_of<int64_t>(W<A>, D - d);
+      const Vec<A> v = lanes == W<A> ? load(rows.v[j] + d) : load_first(rows.v[j] + d, lanes);
+      store(value + d, (v - v == Vec<A>{}) ? Vec<A>{} : v);
+    }
+    for (int64_t r = 0; r < t.rows; ++r) {
+      if (!left_out.seen[r * kStep + i]) continue;
+      A* out = s.out + r * s.ld;
+      const Vec<A> weight = splat(s.scores[r * kStep + j]);
+      for (int64_t d = 0; d < D; d += W<A>) {
+        const Vec<A> v = load(value + d), sum = load(out + d);
+        store(out + d, (v == Vec<A>{}) ? sum : sum + weight * v);
       }
     }
+  }
 }
 
 // Adds the keys first .. first + kStep - 1 to the split's state.
@@ -348,8 +365,8 @@ void add_step(const AttentionParams& p, const Tile& t, int64_t first, Scratch<T>
   const bool plain = step_is_plain(p, t, first);
   multiply_keys(t, p.D, rows, s);
   const bool in_place = plain && t.rows <= kFewRows && p.D == s.ld;  // few rows: widening on the way is cheaper
-  const bool left_out = !in_place && stage_values(rows, p.D, plain, s);
-  bool seen[kTileRows * kStep];  // filled only where it will be read
+  LeftOut left_out;
+  if (!in_place) stage_values(rows, p.D, plain, s, left_out);
 
   for (int64_t r = 0; r < t.rows; ++r) {
     A* scores = s.scores + r * kStep;
@@ -360,8 +377,7 @@ void add_step(const AttentionParams& p, const Tile& t, int64_t first, Scratch<T>
       max = vmax(max, scaled);
     }
     if (!plain) max = transform_row(p, t, r, first, rows.count, scores);
-    if (left_out)
-      for (int64_t j = 0; j < kStep; ++j) seen[r * kStep + j] = scores[j] != A(-kInf);
+    for (int64_t i = 0; i < left_out.count; ++i) left_out.seen[r * kStep + i] = scores[left_out.keys[i]] != A(-kInf);
     const A factor = s.split_state[r].update(scores, kStep, max);
     if constexpr (sizeof(Element<T>) != sizeof(A)) store_row(s.weights + r * kStep, scores, kStep);
     if (factor != A(1))
@@ -372,7 +388,7 @@ void add_step(const AttentionParams& p, const Tile& t, int64_t first, Scratch<T>
   else
     gemm<T>(t.rows, s.ld, ceil_div(rows.count, int64_t(Product<T>::kPerStep)), s.weights, kStep, s.values, s.ld, s.out,
             s.ld, true);
-  if (left_out) add_left_out_values(t, rows, p.D, seen, s);
+  if (left_out.count > 0) add_left_out_values(t, rows, p.D, left_out, s);
 }
 
 // ------------------------------------------------------------------------------------------- splits and tiles
@@ -440,6 +456,11 @@ struct Plan {
       tiles += tiling.tiles(p, s.Tq);
       if (s.Tq > 0) max_splits = max_of(max_splits, ceil_div(s.Tk, kSplit));
     }
+    // Fewer where the window leaves fewer: partial states are numbered from a tile's first split.
+    if (p.window_left >= 0 && (p.causal || p.window_right >= 0)) {
+      const int64_t span = p.window_left + tiling.tokens + (p.window_right >= 0 ? p.window_right : 0);
+      max_splits = min_of(max_splits, span / kSplit + 2);
+    }
     share_splits = workers > 1 && max_splits > 1 && tiles < 2 * workers;
   }
   int64_t index_bytes(const AttentionParams& p) const { return round_up((p.B + 1) * int64_t(sizeof(int64_t)), 64); }
@@ -496,8 +517,8 @@ void attend(const AttentionParams& p, const Launch& launch) {
     SoftmaxState<A>* state;
     A* out;
   };
-  const auto partial = [&](int64_t tile_index, int64_t split) {
-    char* memory = partials + (tile_index * plan.max_splits + split) * plan.partial_bytes<T>(p.D);
+  const auto partial = [&](int64_t tile_index, int64_t number) {
+    char* memory = partials + (tile_index * plan.max_splits + number) * plan.partial_bytes<T>(p.D);
     auto* state = reinterpret_cast<SoftmaxState<A>*>(memory);
     return Partial{state, reinterpret_cast<A*>(state + kTileRows)};
   };
@@ -505,12 +526,13 @@ void attend(const AttentionParams& p, const Launch& launch) {
   run_parallel(launch, min_of(parallelism, splits.total), [&](int worker) {
     Scratch<T> s(scratch + worker * Scratch<T>::bytes(p.D), p.D);
     for (int64_t i; splits.take(i);) {
-      const int64_t index = i / plan.max_splits, split = i % plan.max_splits;
+      const int64_t index = i / plan.max_splits, number = i % plan.max_splits;
       const Tile t = tile(p, plan.tiling, first_tile, index);
-      if (split < t.key_begin / kSplit || split * kSplit >= t.key_end) continue;
+      const int64_t split = t.key_begin / kSplit + number;
+      if (split * kSplit >= t.key_end) continue;
       load_queries<T>(p, t, s);
       attend_split<T>(p, t, split, s);
-      const Partial to = partial(index, split);
+      const Partial to = partial(index, number);
       memcpy(to.state, s.split_state, size_t(t.rows) * sizeof(SoftmaxState<A>));
       memcpy(to.out, s.out, size_t(t.rows * s.ld) * sizeof(A));
     }
@@ -520,7 +542,7 @@ void attend(const AttentionParams& p, const Launch& launch) {
     const Tile t = tile(p, plan.tiling, first_tile, index);
     clear(t, s.ld, s.total_state, s.total);
     for (int64_t split = t.key_begin / kSplit; split * kSplit < t.key_end; ++split) {
-      const Partial from = partial(index, split);
+      const Partial from = partial(index, split - t.key_begin / kSplit);
       merge_split<T>(t, from.state, from.out, s);
     }
     write_tile<T>(p, t, s);

@@ -36,25 +36,41 @@ void apply_mask(const MaskedSoftmaxParams& p, int64_t offset, int64_t n, A* row)
   }
 }
 
+// One row of the problem.
 template <class T>
-void softmax_row(const MaskedSoftmaxParams& p, int64_t b0, int64_t b1, int64_t i, Accumulate<T>* row) {
+struct Row {
+  const T* scores;
+  T* out;
+  int64_t mask_offset;
+  int64_t n;  // columns that causality leaves
+
+  Row(const MaskedSoftmaxParams& p, int64_t b0, int64_t b1, int64_t i) {
+    const int64_t* s = p.scores_strides;
+    scores = static_cast<const T*>(p.scores) + b0 * s[0] + b1 * s[1] + i * s[2];
+    out = static_cast<T*>(p.out) + ((b0 * p.B1 + b1) * p.Tq + i) * p.Tk;
+    mask_offset = b0 * p.mask_strides[0] + b1 * p.mask_strides[1] + i * p.mask_strides[2];
+    n = p.causal ? min_of(p.Tk, max_of<int64_t>(0, i + p.Tk - p.Tq + 1)) : p.Tk;
+  }
+};
+
+// scaled and masked scores, -inf up to a whole number of vectors
+template <class T>
+void load_scores(const MaskedSoftmaxParams& p, const Row<T>& r, Accumulate<T>* row) {
   using A = Accumulate<T>;
   constexpr int64_t w = W<A>;
-  const T* scores =
-      static_cast<const T*>(p.scores) + b0 * p.scores_strides[0] + b1 * p.scores_strides[1] + i * p.scores_strides[2];
-  T* out = static_cast<T*>(p.out) + ((b0 * p.B1 + b1) * p.Tq + i) * p.Tk;
-  const int64_t n = p.causal ? min_of(p.Tk, max_of<int64_t>(0, i + p.Tk - p.Tq + 1)) : p.Tk;
-  const int64_t padded = round_up(n, w);
-
   const Vec<A> scale = splat(A(p.scale));
-  for (int64_t j = 0; j < n; j += w)
-    store(row + j, scale * (j + w <= n ? load(scores + j) : load_first(scores + j, n - j)));
-  if (p.mask) {
-    const int64_t* st = p.mask_strides;
-    apply_mask(p, b0 * st[0] + b1 * st[1] + i * st[2], n, row);
-  }
-  for (int64_t j = n; j < padded; ++j) row[j] = A(-kInf);
+  for (int64_t j = 0; j < r.n; j += w)
+    store(row + j, scale * (j + w <= r.n ? load(r.scores + j) : load_first(r.scores + j, r.n - j)));
+  if (p.mask) apply_mask(p, r.mask_offset, r.n, row);
+  for (int64_t j = r.n; j < round_up(r.n, w); ++j) row[j] = A(-kInf);
+}
 
+template <class T>
+void softmax_row(const MaskedSoftmaxParams& p, const Row<T>& r, Accumulate<T>* row) {
+  using A = Accumulate<T>;
+  constexpr int64_t w = W<A>;
+  load_scores(p, r, row);
+  const int64_t padded = round_up(r.n, w);
   Vec<A> max = splat(A(-kInf));
   for (int64_t j = 0; j < padded; j += w) max = vmax(max, load(row + j));
   SoftmaxState<A> state;
@@ -62,11 +78,14 @@ void softmax_row(const MaskedSoftmaxParams& p, int64_t b0, int64_t b1, int64_t i
   state.update(row, padded, max);
   const A sum = sum_lanes<A>(state.sum);
   const Vec<A> divisor = splat(sum == A(0) ? A(1) : sum);  // no key seen: every weight is 0 already
-
-  int64_t j = 0;
-  for (; j + w <= n; j += w) store(out + j, load(row + j) / divisor);
-  if (j < n) store_first(out + j, load(row + j) / divisor, n - j);
-  memset(static_cast<void*>(out + n), 0, size_t(p.Tk - n) * sizeof(T));
+  if (sum != sum) {                                        // a NaN spreads to the keys that are seen, and no further
+    load_scores(p, r, row);
+    for (int64_t j = 0; j < r.n; ++j) row[j] = row[j] == A(-kInf) ? A(0) : sum;
+  } else {
+    for (int64_t j = 0; j < padded; j += w) store(row + j, load(row + j) / divisor);
+  }
+  store_row(r.out, row, r.n);
+  memset(static_cast<void*>(r.out + r.n), 0, size_t(p.Tk - r.n) * sizeof(T));
 }
 
 template <class T>
@@ -79,7 +98,7 @@ void softmax_of(const MaskedSoftmaxParams& p, const Launch& launch) {
     A* row = reinterpret_cast<A*>(launch.workspace + worker * bytes);
     for (int64_t task; queue.take(task);)
       for (int64_t r = task * rows_per_task; r < min_of(rows, (task + 1) * rows_per_task); ++r)
-        softmax_row<T>(p, r / p.Tq / p.B1, r / p.Tq % p.B1, r % p.Tq, row);
+        softmax_row(p, Row<T>(p, r / p.Tq / p.B1, r / p.Tq % p.B1, r % p.Tq), row);
   });
 }
 

@@ -189,6 +189,20 @@ ATTN_DEVICE void store_weights(const SoftmaxArgs& a, const Row<typename L::T>& r
   }
 }
 
+// A row with a NaN or +inf score, chunks from `first` on, `step` apart: NaN where a column is seen, 0 where not.
+template <class L>
+ATTN_DEVICE void store_nan_row(const SoftmaxArgs& a, const Row<typename L::T>& row, int64_t first, int64_t step) {
+  ATTN_NO_UNROLL
+  for (; first < a.p.Tk; first += step) {
+    float x[L::kElements] = {};
+    load_scores<L>(row.scores + first, columns_left<L>(row.visible, first), x);
+    transform<L>(a, row, first, x);
+    ATTN_UNROLL
+    for (int e = 0; e < L::kElements; ++e) x[e] = x[e] == -INFINITY ? 0.0f : NAN;
+    store_weights<L>(a, row, first, 1.0f, x);
+  }
+}
+
 // ---- a warp a row --------------------------------------------------------------------------------------------------
 
 template <class L>
@@ -218,6 +232,10 @@ softmax_warp_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
       for (int e = 0; e < L::kElements; ++e) sums[e] += x[i][e];
     }
     const float factor = reciprocal(tree_sum<L>(sums));
+    if (factor != factor) {
+      store_nan_row<L>(a, row, 0, L::kColumns);
+      continue;
+    }
     ATTN_UNROLL
     for (int i = 0; i < chunks; ++i)
       if (i * L::kColumns < a.p.Tk) store_weights<L>(a, row, i * L::kColumns, factor, x[i]);
@@ -298,6 +316,10 @@ softmax_block_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
     }
     const float sum = over_warps(warp_sums, tree_sum<L>(sums), [](float u, float v) { return u + v; });
     const float factor = reciprocal(sum);
+    if (factor != factor) {
+      store_nan_row<L>(a, row, start, step);
+      continue;
+    }
 
     i = 0;
     for (int64_t first = start; first < a.p.Tk; first += step, ++i) {

@@ -35,9 +35,9 @@ struct Options {
     const ScalarType dtype = q.scalar_type(), accumulate = accumulate_dtype(dtype);
     p.causal = causal;
     p.scale = scale.value_or(1.0 / std::sqrt(double(p.D)));
-    c.check(std::isfinite(p.scale), "scale", "be finite", std::to_string(p.scale));
-    c.check(std::isfinite(softcap) && softcap >= 0, "softcap", "be finite and at least 0 (0 = none)",
-            std::to_string(softcap));
+    c.finite(p.scale, "scale", dtype);
+    c.finite(softcap, "softcap", dtype);
+    c.check(softcap >= 0, "softcap", "be at least 0 (0 = none)", std::to_string(softcap));
     p.softcap = softcap;
     c.check(window_left >= -1 && window_right >= -1, "window", "have entries of at least -1 (-1 = unlimited)",
             to_string({window_left, window_right}));
@@ -244,7 +244,7 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
   const Checker c{"paged_attention"};
   const bool ragged = cu_seqlens_q.has_value();
   c.rank(q, "q", ragged ? 3 : 4, ragged ? "(total, H, D) with cu_seqlens_q" : "(B, Tq, H, D) without cu_seqlens_q");
-  c.caches(key_cache, value_cache);
+  c.caches(key_cache, value_cache, Checker::Caches::read);
   c.same_device(q, "q",
                 {{"key_cache", &key_cache},
                  {"value_cache", &value_cache},

@@ -1,5 +1,9 @@
 #include "ops/check.h"
 
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <sstream>
 #include <stdexcept>
 
 namespace attn_ext::ops {
@@ -50,6 +54,12 @@ ScalarType accumulate_dtype(ScalarType dtype) {
 
 namespace {
 
+std::string number(double value) {
+  std::ostringstream s;
+  s << value;
+  return s.str();
+}
+
 bool is_floating(ScalarType dtype) {
   return dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::Half ||
          dtype == ScalarType::BFloat16;
@@ -67,6 +77,63 @@ std::string device_of(const Tensor& t) {
 }
 
 }  // namespace
+
+namespace {
+
+Shape strides_of(const Tensor& t) {
+  const auto strides = t.strides();
+  return Shape(strides.begin(), strides.end());
+}
+
+// The dimensions with more than one element, outermost (largest stride) first.
+std::vector<std::pair<int64_t, int64_t>> dimensions(const Tensor& t) {
+  std::vector<std::pair<int64_t, int64_t>> stride_and_size;
+  for (int64_t i = 0; i < t.dim(); ++i)
+    if (t.size(i) > 1) stride_and_size.push_back({t.stride(i), t.size(i)});
+  std::sort(stride_and_size.rbegin(), stride_and_size.rend());
+  return stride_and_size;
+}
+
+// Does a dimension step by less than what the dimensions inside it span? (So it is in every layout that is a view of
+// a buffer without repetition.)
+bool overlaps_itself(const Tensor& t) {
+  const auto outer_first = dimensions(t);
+  int64_t span = 1;
+  for (auto d = outer_first.rbegin(); d != outer_first.rend(); ++d) {
+    if (d->first < span) return true;
+    span = d->first * d->second;
+  }
+  return false;
+}
+
+// Is `offset` the distance of two elements of a tensor with these dimensions? Greedy: what the inner dimensions span is
+// less than one step, so only the two nearest multiples of the outermost stride can work.
+bool is_distance(int64_t offset, const std::pair<int64_t, int64_t>* d, const std::pair<int64_t, int64_t>* end) {
+  if (d == end) return offset == 0;
+  const int64_t steps = offset / d->first;
+  for (const int64_t n : {steps - 1, steps, steps + 1})
+    if (std::abs(n) < d->second && is_distance(offset - n * d->first, d + 1, end)) return true;
+  return false;
+}
+
+// Do two tensors of one shape, neither of which overlaps itself, share an element? Exact for equal strides (parts of
+// one buffer, interleaved or not); for others only the same first element counts.
+bool overlap(const Tensor& a, const Tensor& b) {
+  const int64_t bytes = static_cast<const char*>(b.const_data_ptr()) - static_cast<const char*>(a.const_data_ptr());
+  if (bytes == 0) return true;
+  const int64_t size = int64_t(a.element_size());
+  if (strides_of(a) != strides_of(b) || bytes % size != 0) return false;
+  const auto outer_first = dimensions(a);
+  return is_distance(bytes / size, outer_first.data(), outer_first.data() + outer_first.size());
+}
+
+}  // namespace
+
+void Checker::finite(double value, const char* name, ScalarType dtype) const {
+  const bool wide = dtype == ScalarType::Double;
+  check(std::isfinite(wide ? value : double(float(value))), name, wide ? "be finite" : "be finite in float32",
+        number(value));
+}
 
 void Checker::fail(const std::string& argument, const std::string& rule, const std::string& got) const {
   throw std::runtime_error(std::string(op) + ": " + argument + " must " + rule + ", got " + got);
@@ -115,7 +182,7 @@ void Checker::heads(int64_t H, int64_t Hkv) const {
         std::to_string(H) + " query heads and " + std::to_string(Hkv) + " key/value heads");
 }
 
-void Checker::caches(const Tensor& key_cache, const Tensor& value_cache) const {
+void Checker::caches(const Tensor& key_cache, const Tensor& value_cache, Caches use) const {
   const char* layout = "(num_blocks, block_size, Hkv, D)";
   rank(key_cache, "key_cache", 4, layout);
   rank(value_cache, "value_cache", 4, layout);
@@ -125,6 +192,10 @@ void Checker::caches(const Tensor& key_cache, const Tensor& value_cache) const {
   for (const auto& [name, cache] : {std::pair{"key_cache", &key_cache}, std::pair{"value_cache", &value_cache}})
     check(cache->size(3) <= 1 || cache->stride(3) == 1, name, "have stride 1 in its last dimension",
           "stride " + std::to_string(cache->stride(3)));
+  if (use == Caches::read || key_cache.numel() == 0) return;
+  for (const auto& [name, cache] : {std::pair{"key_cache", &key_cache}, std::pair{"value_cache", &value_cache}})
+    check(!overlaps_itself(*cache), name, "not overlap itself", "strides " + to_string(strides_of(*cache)));
+  check(!overlap(key_cache, value_cache), "value_cache", "not overlap key_cache", "memory that they share");
 }
 
 Tensor unit_last_stride(const Tensor& t) {

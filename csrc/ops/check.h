@@ -69,8 +69,13 @@ struct Checker {
   // H query heads over Hkv key heads.
   void heads(int64_t H, int64_t Hkv) const;
 
-  // Key and value caches (num_blocks, block_size, Hkv, D) that are written or read in place.
-  void caches(const Tensor& key_cache, const Tensor& value_cache) const;
+  // Key and value caches (num_blocks, block_size, Hkv, D), used in place.
+  // Written caches must not overlap each other or themselves.
+  enum class Caches { read, written };
+  void caches(const Tensor& key_cache, const Tensor& value_cache, Caches use) const;
+
+  // A factor that the kernels hold in the accumulation type.
+  void finite(double value, const char* name, ScalarType dtype) const;
 
   // A one-dimensional int32 or int64 tensor, made contiguous where it is not.
   template <class Int>

@@ -35,7 +35,7 @@ void append_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, T
   c.rank(key, "key", 3, "(tokens, Hkv, D)");
   c.check(shape_of(key) == shape_of(value), "value", "have the shape of key " + to_string(shape_of(key)),
           to_string(shape_of(value)));
-  c.caches(key_cache, value_cache);
+  c.caches(key_cache, value_cache, Checker::Caches::written);
   c.same_device(
       key, "key",
       {{"value", &value}, {"key_cache", &key_cache}, {"value_cache", &value_cache}, {"slot_mapping", &slot_mapping}});
@@ -92,7 +92,7 @@ void check_pairs(const Checker& c, const int64_t* pairs, int64_t n, int64_t bloc
 
 void copy_blocks(Tensor key_cache, Tensor value_cache, Tensor block_pairs) {
   const Checker c{"copy_blocks"};
-  c.caches(key_cache, value_cache);
+  c.caches(key_cache, value_cache, Checker::Caches::written);
   c.same_device(key_cache, "key_cache", {{"value_cache", &value_cache}, {"block_pairs", &block_pairs}});
   c.same_dtype({{"key_cache", &key_cache}, {"value_cache", &value_cache}});
   c.dtype(block_pairs, "block_pairs", ScalarType::Long);

@@ -138,7 +138,7 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
   c.same_device(x, "x", {{"key_cache", &key_cache}, {"value_cache", &value_cache}, {"slot_mapping", &slot_mapping}});
   c.same_device(x, "x", present({{"rope_cos", &rope_cos}, {"rope_sin", &rope_sin}, {"positions", &positions}}));
   Product product(c, x, weight, bias);
-  c.caches(key_cache, value_cache);
+  c.caches(key_cache, value_cache, Checker::Caches::written);
   c.same_dtype({{"x", &x}, {"key_cache", &key_cache}, {"value_cache", &value_cache}});
   c.check(key_cache.size(2) == n_kv_heads && key_cache.size(3) == D, "key_cache",
           "have n_kv_heads " + std::to_string(n_kv_heads) + " and head_dim " + std::to_string(D),

@@ -10,7 +10,7 @@ Tensor masked_softmax(Tensor scores, OptionalTensor mask, bool causal, double sc
   const Checker c{"masked_softmax"};
   c.check(scores.dim() >= 2, "scores", "have shape (..., Tq, Tk)", to_string(shape_of(scores)));
   c.floating(scores, "scores");
-  c.check(std::isfinite(scale), "scale", "be finite", std::to_string(scale));
+  c.finite(scale, "scale", scores.scalar_type());
   const Shape shape = shape_of(scores);
   Tensor out = torch::stable::new_empty(scores, shape);
 

@@ -284,3 +284,40 @@ def test_wrong_python_types_are_refused():
         attn_ext.attention(**good()["attention"], dropout_p=0.1)
     with pytest.raises(TypeError):
         attn_ext.qkv_projection(randn(3, 16), randn(48, 16))
+
+
+@pytest.mark.parametrize("pairs", [[(0.5, 1.5)], [(True, False)], [0, 1, 2, 3], [(0, 1, 2)]])
+def test_copy_blocks_takes_pairs_of_integers(pairs):
+    """A list is not bent into pairs: no fraction is cut off, no flat list is folded."""
+    caches = [torch.arange(3.0).reshape(3, 1, 1, 1).clone() for _ in range(2)]
+    with pytest.raises(RuntimeError, match="^copy_blocks: block_pairs must"):
+        attn_ext.copy_blocks(*caches, pairs)
+    assert all(cache.flatten().tolist() == [0, 1, 2] for cache in caches)
+
+
+@pytest.mark.parametrize("window", [3, (1, 2, 3), (1,)])
+def test_window_is_a_pair(window):
+    q = torch.randn(1, 2, 1, 4)
+    with pytest.raises(RuntimeError, match="^attention: window must be None or"):
+        attn_ext.attention(q, q, q, window=window)
+
+
+@pytest.mark.parametrize("scale", [1e39, -1e39, 1e300])
+def test_scale_is_finite_in_float32(scale):
+    q = torch.randn(1, 2, 1, 4)
+    with pytest.raises(RuntimeError, match="^attention: scale must be finite in float32"):
+        attn_ext.attention(q, q, q, scale=scale)
+    with pytest.raises(RuntimeError, match="^masked_softmax: scale must be finite in float32"):
+        attn_ext.masked_softmax(torch.zeros(2, 5), scale=scale)
+    wide = torch.zeros(2, 5, dtype=torch.float64)
+    assert torch.equal(attn_ext.masked_softmax(wide, scale=scale), torch.full_like(wide, 0.2))
+
+
+def test_meta_tensors_are_checked():
+    """Shapes and dtypes that the op refuses are refused without data too."""
+    q, k = torch.randn(1, 3, 2, 8, device="meta"), torch.randn(1, 4, 2, 8, device="meta")
+    for bad in ((q, k, k[:, :3]), (q, k.half(), k), (q.int(), k.int(), k.int()), (q, k[0], k[0])):
+        with pytest.raises(RuntimeError, match="^attention: "):
+            attn_ext.attention(*bad)
+    with pytest.raises(RuntimeError, match="^linear: bias must have shape"):
+        attn_ext.linear(q, q.new_empty(5, 8), q.new_empty(4))

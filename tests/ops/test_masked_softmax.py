@@ -125,3 +125,16 @@ def test_rows_stand_alone(dtype):
     full = attn_ext.masked_softmax(scores)
     assert_same_bits(attn_ext.masked_softmax(scores[2:3, 5:6]), full[2:3, 5:6])
     assert_same_bits(attn_ext.masked_softmax(scores[:, 7:]), full[:, 7:])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_score_spreads_to_seen_keys_only(backend, dtype, bad):
+    """A NaN or +inf score makes the row's seen weights NaN; what is not seen stays 0, by causality or by mask."""
+    scores = torch.randn(7, 70).to(dtype)
+    scores[3, 10] = bad
+    mask = torch.ones(7, 70, dtype=torch.bool).tril(63)
+    causal, masked = attn_ext.masked_softmax(scores, causal=True), attn_ext.masked_softmax(scores, mask)
+    assert torch.equal(causal.isnan(), masked.isnan()) and torch.equal(causal.nan_to_num(), masked.nan_to_num())
+    assert torch.equal(causal[3].isnan(), mask[3]) and not causal[3, ~mask[3]].any()
+    assert not causal[[0, 1, 2, 4, 5, 6]].isnan().any()
+    assert torch.equal(causal.isnan(), reference.masked_softmax(scores, causal=True).isnan())

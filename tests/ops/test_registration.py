@@ -330,3 +330,33 @@ def test_mutation_is_seen_by_version_counters():
     versions = k._version, v._version
     attn_ext.copy_blocks(k, v, [(0, 1)])
     assert k._version > versions[0] and v._version > versions[1]
+
+
+# ------------------------------------------------------------------------------------- derivatives, version counters
+
+
+@pytest.mark.parametrize("transform", [torch.func.jvp, torch.func.vjp, torch.func.jacfwd, torch.func.grad])
+def test_function_transforms_are_refused(transform):
+    """No derivative in silence, in forward mode either."""
+    q = torch.randn(1, 3, 2, 8)
+
+    def loss(x):
+        return attn_ext.attention(x, x, x).sum()
+
+    with pytest.raises(RuntimeError, match="^attention: q must not require grad"):
+        if transform is torch.func.jvp:
+            transform(loss, (q,), (torch.ones_like(q),))
+        elif transform is torch.func.vjp:
+            transform(loss, q)
+        else:
+            transform(loss)(q)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_written_cache_gets_a_new_version(mode):
+    """So that autograd notices a saved tensor that has changed."""
+    caches, rows = [torch.zeros(2, 4, 1, 8) for _ in range(2)], torch.ones(1, 1, 8)
+    before = [cache._version for cache in caches]
+    with mode():
+        attn_ext.append_kv(rows, rows, *caches, torch.tensor([3]))
+    assert [cache._version for cache in caches] == [version + 1 for version in before]
