@@ -4,6 +4,7 @@ version: str
 torch_version: str  # built against
 compiler: str
 cuda_built: bool
+cuda_compiler: str  # "nvcc 13.0.88", or empty
 
 def supported_backends() -> list[str]: ...
 def active_backend() -> str: ...

@@ -12,7 +12,7 @@ struct AttentionKernel {
   int threads, rows;
   int64_t columns;          // blocks for the columns of a row
   int64_t shared, total;    // bytes of shared memory; and for the total over splits, if one block walks several
-  int page_step;            // keys whose pages lie in shared memory twice; 0: none
+  int page_step;            // keys in a step, the pages of two of which lie in shared memory; 0: of none
   int blocks_per_sm;        // that registers allow
 };
 
@@ -57,7 +57,7 @@ AttentionKernel attention_kernel_of(const AttentionParams& p) {
 // How a problem is run.
 struct AttentionPlan {
   AttentionKernel kernel;
-  int64_t tiles, splits, shared;
+  int64_t tiles, splits, shared, step_pages;
   int64_t max_rows;
 
   AttentionPlan(const AttentionParams& p, const AttentionKernel& k) : kernel(k) {
@@ -69,8 +69,10 @@ struct AttentionPlan {
     const int64_t blocks = p.B * p.Hkv * tiles * k.columns;
     splits = all_splits > 1 && 2 * blocks <= int64_t(device.sms) * k.blocks_per_sm ? all_splits : 1;
     shared = k.shared + (splits == 1 && all_splits > 1 ? k.total : 0);
-    if (p.block_table && k.page_step) shared += 2 * pages_per_step(k.page_step, p.block_size) * int64_t(sizeof(int));
+    step_pages = p.block_table && k.page_step ? (k.page_step + p.block_size - 2) / p.block_size + 1 : 0;
+    shared += 2 * step_pages * int64_t(sizeof(int));
   }
+  int64_t blocks_per_sequence(const AttentionParams& p) const { return p.Hkv * kernel.columns * splits * tiles; }
   int64_t partials(const AttentionParams& p) const { return splits > 1 ? p.B * p.Hkv * max_rows * splits : 0; }
   int64_t state_bytes(const AttentionParams& p) const {
     return ceil_div<int64_t>(partials(p) * int64_t(sizeof(SoftmaxState)), 256) * 256;
@@ -84,13 +86,15 @@ inline bool is_empty(const AttentionParams& p) { return p.B == 0 || p.H == 0 || 
 
 template <class T>
 AttentionWork attention_work(const AttentionParams& p, const AttentionPlan& plan, char* workspace) {
-  if (p.Tq >= kMaxTokens || p.Tk >= kMaxTokens || plan.max_rows >= 2 * kMaxTokens - plan.kernel.rows)
-    throw std::runtime_error("attention: a sequence is too long for the CUDA kernels");
+  if (p.Tq >= kMaxTokens || p.Tk >= kMaxTokens || plan.max_rows >= 2 * kMaxTokens - plan.kernel.rows ||
+      p.B >= kMaxGrid || plan.blocks_per_sequence(p) > kMaxGrid)
+    throw std::runtime_error("attention: more than 2^30 tokens in a sequence, or rows for more than 2^31 blocks");
   AttentionWork w{};
   w.p = p;
   w.transformed = p.softcap > 0 || p.alibi_slopes || p.bias || !(p.scale > 0);
   w.scale = float(p.scale);
   w.softcap = float(p.softcap);
+  w.inverse_softcap = p.softcap > 0 ? float(1.0 / p.softcap) : 0.0f;
   w.score.unit = w.transformed ? 1.0f : w.scale;
   w.score.c = w.score.unit * kLog2e;
   const int64_t size = sizeof(T);
@@ -104,9 +108,12 @@ AttentionWork attention_work(const AttentionParams& p, const AttentionPlan& plan
   w.window_right = int(min_of(p.window_right, kMaxTokens));
   w.by_group = Divisor(w.group);
   w.by_block_size = Divisor(p.block_table ? min_of(p.block_size, kMaxTokens) : 1);
-  w.tiles = plan.tiles;
-  w.columns = plan.kernel.columns;
-  w.splits = plan.splits;
+  w.step_pages = int(plan.step_pages);
+  w.by_tiles = Divisor(plan.tiles);
+  w.by_splits = Divisor(plan.splits);
+  w.by_columns = Divisor(plan.kernel.columns);
+  w.by_kv_heads = Divisor(p.Hkv);
+  w.splits = int(plan.splits);
   w.max_rows = plan.max_rows;
   w.partial_state = reinterpret_cast<SoftmaxState*>(workspace);
   w.partial_out = reinterpret_cast<float*>(workspace + plan.state_bytes(p));
@@ -125,10 +132,12 @@ void launch_attention(const AttentionParams& p, const Launch& launch) {
   const AttentionKernel& k = plan.kernel;
   AttentionWork w = attention_work<T>(p, plan, launch.workspace);
   const simt::Stream stream = simt::Stream(launch.stream);
-  const int64_t blocks = p.B * p.Hkv * k.columns * plan.splits * plan.tiles;
-  for (w.first_block = 0; w.first_block < blocks; w.first_block += kMaxGrid)
-    simt::launch(k.kernel, simt::Dim{uint32_t(min_of(blocks - w.first_block, kMaxGrid))}, {uint32_t(k.threads)},
+  const int64_t blocks = plan.blocks_per_sequence(p), at_once = min_of(p.B, kMaxGrid / blocks);  // sequences
+  for (int64_t b = 0; b < p.B; b += at_once) {
+    w.first_sequence = int(b);
+    simt::launch(k.kernel, simt::Dim{uint32_t(blocks * min_of(at_once, p.B - b))}, {uint32_t(k.threads)},
                  size_t(plan.shared), stream, w);
+  }
   if (plan.splits > 1) launch_combine<T>(w, stream);
 }
 

@@ -63,18 +63,23 @@ struct TileRows {
   // The same of row first_row + lane_row and chunk 2 pair + side, for first_row a multiple of 8 and pair known to the
   // compiler: the lane's part is the same for many of them.
   ATTN_DEVICE static int offset(int first_row, int lane_row, int pair, int side) {
-    const int chunk = 2 * pair, swizzle = lane_row / (8 / kSpread) % kSpread;
+    const int chunk = 2 * pair, lane_part = (side ^ (lane_row / (8 / kSpread) % kSpread)) * 16;
     return first_row * (2 * D) + 16 * (chunk / kSpread * kSpread) + lane_row * (2 * D) +
-           16 * ((chunk % kSpread + side) ^ swizzle);
+           (lane_part ^ (16 * (chunk % kSpread)));
   }
 };
 
-// f(row, chunk) for the chunks of a tile that this thread copies; in batches, to keep the code short.
-template <int D, int kRows, int kThreads, class F>
+// f(row, chunk) for the chunks of a tile that this thread copies, at most kBatch of them unrolled: more would not hide
+// more latency, and take code and registers.
+template <int D, int kRows, int kThreads, int kBatch, class F>
 ATTN_DEVICE void for_own_chunks(const F& f) {
   constexpr int chunks = TileRows<D>::kChunks, count = kRows * chunks / kThreads;
   static_assert(kRows * chunks % kThreads == 0);
-  constexpr int batch = count % 8 == 0 ? 8 : count % 6 == 0 ? 6 : count % 5 == 0 ? 5 : count % 4 == 0 ? 4 : 1;
+  constexpr int batch = [] {
+    int n = kBatch;
+    while (count % n != 0) --n;
+    return n;
+  }();
   ATTN_NO_UNROLL
   for (int first = 0; first < count; first += batch) {
     ATTN_UNROLL
@@ -85,27 +90,24 @@ ATTN_DEVICE void for_own_chunks(const F& f) {
   }
 }
 
-// Rows of global memory into a tile; row(r) is null where zeros belong. Asynchronous if the rows allow it. `valid` is
-// any address that may be formed.
-template <int D, int kRows, int kThreads, class T, class Row>
-ATTN_DEVICE void copy_rows(char* tile, const T* valid, bool vectors, const Row& row SIMT_WHERE) {
-  if (vectors) {
-    for_own_chunks<D, kRows, kThreads>([&](int r, int chunk) {
-      const T* from = row(r);
-      simt::cp_async16(tile + TileRows<D>::offset(r, chunk), from ? from + 8 * chunk : valid, from ? 16 : 0 SIMT_AT);
-    });
-  } else {
-    for_own_chunks<D, kRows, kThreads>([&](int r, int chunk) {
-      const T* from = row(r);
-      uint32_t words[4] = {0, 0, 0, 0};
-      if (from) {
-        ATTN_UNROLL
-        for (int i = 0; i < 8; ++i)
-          words[i / 2] |= uint32_t(simt::ldg(from + 8 * chunk + i SIMT_AT).bits) << (16 * (i % 2));
-      }
-      simt::sts128(tile + TileRows<D>::offset(r, chunk), {words[0], words[1], words[2], words[3]} SIMT_AT);
-    });
-  }
+// Rows of global memory into a tile: row(r), or zeros where not valid(r); then row(r) need not exist. By 16-byte vectors,
+// asynchronously,
+template <class T, int D, int kRows, int kThreads, class Row, class Valid>
+ATTN_DEVICE void copy_vectors(char* tile, const Row& row, const Valid& valid SIMT_WHERE) {
+  for_own_chunks<D, kRows, kThreads, 8>([&](int r, int chunk) {
+    simt::cp_async16(tile + TileRows<D>::offset(r, chunk), row(r) + 8 * chunk, valid(r) ? 16 : 0 SIMT_AT);
+  });
+}
+
+// or element by element, for rows that are not aligned to vectors.
+template <class T, int D, int kRows, int kThreads, class Row, class Valid>
+ATTN_DEVICE void copy_elements(char* tile, const Row& row, const Valid& valid SIMT_WHERE) {
+  for_own_chunks<D, kRows, kThreads, 1>([&](int r, int chunk) {
+    T* const to = reinterpret_cast<T*>(tile + TileRows<D>::offset(r, chunk));
+    const T* const from = row(r) + 8 * chunk;
+    ATTN_NO_UNROLL
+    for (int i = 0; i < 8; ++i) simt::sts(to + i, valid(r) ? simt::ldg(from + i SIMT_AT) : T{0} SIMT_AT);
+  });
 }
 
 template <class T>
@@ -127,7 +129,7 @@ template <class C>
 ATTN_DEVICE bool leave_out_specials(char* values) {
   using T = typename C::T;
   bool found = false;
-  for_own_chunks<C::D, C::kStep, C::kThreads>([&](int r, int chunk) {
+  for_own_chunks<C::D, C::kStep, C::kThreads, 2>([&](int r, int chunk) {
     char* at = values + TileRows<C::D>::offset(r, chunk);
     const simt::U32x4 v = simt::lds128(at);
     uint32_t words[4] = {v.x, v.y, v.z, v.w};
@@ -252,6 +254,9 @@ template <class C>
 ATTN_DEVICE void transform_tile(const AttentionWork& w, const Tile& t, int first, typename C::Scores& s,
                                 uint32_t (&seen)[C::kMTiles]) {
   const int column = first + simt::lane() % 4 * 2;
+  // This lane's first row, as a value that the compiler does not know: it would look up all rows ahead of the loop over
+  // the keys, and lack the registers there.
+  const int first_row = simt::shfl(t.first_row + tile_row<C>(0, 0), simt::lane());
   ATTN_UNROLL
   for (int m = 0; m < C::kMTiles; ++m) {
     seen[m] = 0;
@@ -260,7 +265,7 @@ ATTN_DEVICE void transform_tile(const AttentionWork& w, const Tile& t, int first
       float x[2 * C::kNBlocks];
       ATTN_UNROLL
       for (int i = 0; i < 2 * C::kNBlocks; ++i) x[i] = s[m][i / 2][2 * half + i % 2];
-      transform_scores<typename C::T>(w, t, query_row(w, t, t.first_row + tile_row<C>(m, half)),
+      transform_scores<typename C::T>(w, t, query_row(w, t, first_row + 16 * m + 8 * half),
                                       [&](int i) { return column + i / 2 * 8 + i % 2; }, x);
       ATTN_UNROLL
       for (int i = 0; i < 2 * C::kNBlocks; ++i) {
@@ -285,19 +290,20 @@ ATTN_DEVICE void weigh(float c, typename C::Scores& s, typename C::States& state
         max = simt::max(max, simt::max(s[m][n][2 * half], s[m][n][2 * half + 1]));
       factor[half] = raise(state[m][half], quad_max(max), c);
       max = state[m][half].max;
-      const float base = softmax_base(max, c);
+      float scale = c, base = softmax_base(max, c);
       if (is_huge(base)) {
         ATTN_UNROLL
         for (int i = 0; i < 2 * C::kNBlocks; ++i) {
           float& x = s[m][i / 2][2 * half + i % 2];
-          x = softmax_weight_huge(x, c, max);
+          x = (x - max) * c;
         }
-      } else {
-        ATTN_UNROLL
-        for (int i = 0; i < 2 * C::kNBlocks; ++i) {
-          float& x = s[m][i / 2][2 * half + i % 2];
-          x = softmax_weight(x, c, base);
-        }
+        scale = 1.0f;
+        base = 0.0f;
+      }
+      ATTN_UNROLL
+      for (int i = 0; i < 2 * C::kNBlocks; ++i) {
+        float& x = s[m][i / 2][2 * half + i % 2];
+        x = softmax_weight(x, scale, base);
       }
       float sum = 0.0f;
       ATTN_UNROLL
@@ -463,17 +469,16 @@ ATTN_KERNEL(C::kThreads, C::kMinBlocks) attention_mma_kernel(ATTN_CONSTANT_PARAM
   constexpr int kOwnPages = (kStep + C::kThreads) / C::kThreads;  // of the at most kStep + 1 pages of a step
 
   Tile t;
-  if (!find_tile(w, C::kRows, t)) return;
+  if (!find_tile(w, int(simt::block_idx().x), C::kRows, t)) return;
   const KeyRange plain = plain_keys(w, t, C::kRows);
   const int begin = t.keys.first / kStep * kStep, end = t.keys.end, thread = int(simt::thread_idx().x);
-  const bool several_splits = w.splits == 1 && end > begin / kSplit * kSplit + kSplit;
+  const bool several_splits = w.splits == 1 && w.p.Tk > kSplit;  // may be walked
 
   char* const queries = ATTN_SHARED;
   char* const keys = queries + C::kQBytes;
   char* const values = keys + C::kKBytes;
   char* const total = values + C::kVBytes;
-  const int page_count = t.blocks ? pages_per_step(kStep, w.p.block_size) : 0;
-  int* const pages = reinterpret_cast<int*>(total + (w.splits == 1 && w.p.Tk > kSplit ? C::kTotalBytes : 0));
+  int* const pages = reinterpret_cast<int*>(total + (several_splits ? C::kTotalBytes : 0));
 
   typename C::Out out;
   typename C::States state;
@@ -484,54 +489,60 @@ ATTN_KERNEL(C::kThreads, C::kMinBlocks) attention_mma_kernel(ATTN_CONSTANT_PARAM
   const auto fetch_pages = [&](int first) {
     ATTN_UNROLL
     for (int i = 0; i < kOwnPages; ++i)
-      if (thread + i * C::kThreads < page_count)
+      if (thread + i * C::kThreads < w.step_pages)
         own_pages[i] = cache_block(w, t, w.by_block_size.quotient(first) + thread + i * C::kThreads);
   };
-  const auto pages_of = [&](int first) { return pages + first / kStep % 2 * page_count; };
+  const auto pages_of = [&](int first) { return pages + first / kStep % 2 * w.step_pages; };
   const auto put_pages = [&](int first) {
     ATTN_UNROLL
     for (int i = 0; i < kOwnPages; ++i)
-      if (thread + i * C::kThreads < page_count) simt::sts(pages_of(first) + thread + i * C::kThreads, own_pages[i]);
+      if (thread + i * C::kThreads < w.step_pages) simt::sts(pages_of(first) + thread + i * C::kThreads, own_pages[i]);
   };
-  const auto rows_of_step = [&](KeyRows<T> rows, int first) {
-    if (t.blocks) {
-      rows.pages = pages_of(first);
-      rows.first_page = w.by_block_size.quotient(first);
+  const auto row_of_step = [&](const KeyRows<T>& rows, int first, int r SIMT_WHERE) {
+    return t.blocks ? rows.paged(w, first + r, pages_of(first), w.by_block_size.quotient(first) SIMT_AT)
+                    : rows.dense(first + r);
+  };
+  const auto copy_step = [&](char* tile, const KeyRows<T>& rows, int first SIMT_WHERE) {
+    const auto valid = [&](int r) { return first + r >= t.keys.first && first + r < t.keys.end; };
+    if (!w.kv_vectors) {
+      copy_elements<T, C::D, kStep, C::kThreads>(
+          tile, [&](int r) { return row_of_step(rows, first, r SIMT_AT); }, valid SIMT_AT);
+    } else if (t.blocks) {
+      const int* const step_pages = pages_of(first);
+      const int first_page = w.by_block_size.quotient(first);
+      copy_vectors<T, C::D, kStep, C::kThreads>(
+          tile, [&](int r) { return rows.paged(w, first + r, step_pages, first_page SIMT_AT); }, valid SIMT_AT);
+    } else {
+      copy_vectors<T, C::D, kStep, C::kThreads>(tile, [&](int r) { return rows.dense(first + r); }, valid SIMT_AT);
     }
-    return [&w, &t, rows, first](int r) -> const T* {
-      return first + r >= t.keys.first && first + r < t.keys.end ? rows.row(w, first + r) : nullptr;
-    };
-  };
-  const auto copy_keys = [&](int first) {
-    copy_rows<C::D, kStep, C::kThreads>(keys, static_cast<const T*>(w.p.k), w.kv_vectors,
-                                        rows_of_step(key_rows<T>(w.p, t), first));
     simt::cp_async_commit();
   };
 
   if (begin < end) {
-    copy_rows<C::D, C::kRows, C::kThreads>(queries, static_cast<const T*>(w.p.q), w.q_vectors, [&](int r) -> const T* {
-      if (t.first_row + r >= t.rows) return nullptr;
+    const auto query = [&](int r) {
       const QueryRow q = query_row(w, t, t.first_row + r);
       return static_cast<const T*>(w.p.q) + t.q_offset + q.token * w.p.q_row_stride + q.head * w.p.q_head_stride;
-    });
+    };
+    const auto valid = [&](int r) { return t.first_row + r < t.rows; };
+    if (w.q_vectors)
+      copy_vectors<T, C::D, C::kRows, C::kThreads>(queries, query, valid);
+    else
+      copy_elements<T, C::D, C::kRows, C::kThreads>(queries, query, valid);
     if (t.blocks) {
       fetch_pages(begin);
       put_pages(begin);
       simt::sync_threads();
     }
-    copy_keys(begin);
+    copy_step(keys, key_rows<T>(w.p, t), begin);
   }
 
   ATTN_NO_UNROLL
   for (int first = begin; first < end; first += kStep) {
     const int next = first + kStep;
     const bool more = next < end;
-    const auto value_row = rows_of_step(value_rows<T>(w.p, t), first);
-
     simt::cp_async_wait<0>();
     simt::sync_threads();
-    copy_rows<C::D, kStep, C::kThreads>(values, static_cast<const T*>(w.p.v), w.kv_vectors, value_row);
-    simt::cp_async_commit();
+    copy_step(values, value_rows<T>(w.p, t), first);
     if (more && t.blocks) fetch_pages(next);
 
     typename C::Scores s;
@@ -545,13 +556,13 @@ ATTN_KERNEL(C::kThreads, C::kMinBlocks) attention_mma_kernel(ATTN_CONSTANT_PARAM
       left_out = simt::sync_threads_or(leave_out_specials<C>(values));
     else
       simt::sync_threads();
-    if (more) copy_keys(next);
-
     uint32_t seen[C::kMTiles];
     if (masked) transform_tile<C>(w, t, first, s, seen);
+    if (more) copy_step(keys, key_rows<T>(w.p, t), next);
     weigh<C>(w.score.c, s, state, out);
     multiply_values<C>(s, values, out);
-    if (left_out) add_specials<C>(value_row, seen, out);
+    if (left_out)
+      add_specials<C>([&](int j) { return row_of_step(value_rows<T>(w.p, t), first, j); }, seen, out);
 
     if (more && next % kSplit != 0) continue;
     // The split ends here.
@@ -561,7 +572,7 @@ ATTN_KERNEL(C::kThreads, C::kMinBlocks) attention_mma_kernel(ATTN_CONSTANT_PARAM
       for (int half = 0; half < 2; ++half) state[m][half].sum = quad_sum(state[m][half].sum);
     }
     if (!several_splits) continue;
-    if (first >= (begin / kSplit + 1) * kSplit) merge_total<C>(total, w.score.c, state, out);
+    if (first / kSplit > t.keys.first / kSplit) merge_total<C>(total, w.score.c, state, out);
     if (!more) continue;
     store_total<C>(total, state, out);
     reset<C>(state, out);

@@ -157,7 +157,7 @@ template <class T>
 ATTN_KERNEL(PlainShape::kThreads, 2) attention_plain_kernel(ATTN_CONSTANT_PARAM AttentionWork w) {
   using C = PlainShape;
   Tile t;
-  if (!find_tile(w, C::kRows, t)) return;
+  if (!find_tile(w, int(simt::block_idx().x), C::kRows, t)) return;
   const KeyRange plain = plain_keys(w, t, C::kRows);
   const int thread = int(simt::thread_idx().x), lane = simt::lane(), warp_row = simt::warp() * C::kWarpRows;
   const int begin = t.keys.first / C::kStep * C::kStep, end = t.keys.end;

@@ -28,22 +28,32 @@ struct Divisor {
     shift += 31;
   }
   ATTN_DEVICE int quotient(int n) const { return int((uint64_t(uint32_t(n)) * multiplier) >> shift); }
+  // n becomes the quotient; returns the remainder.
+  ATTN_DEVICE int take(int& n) const {
+    const int q = quotient(n), r = n - q * int(d);
+    n = q;
+    return r;
+  }
 };
 
 // What a kernel gets: the problem and everything the host derives from it.
 struct AttentionWork {
   AttentionParams p;
   ScoreUnit score;        // of the scores that the softmax sees
-  float scale, softcap;
+  float scale, softcap, inverse_softcap;  // a division in a kernel is a function call, which costs registers
   bool transformed;       // scores are more than scale q.k with a positive scale
   bool q_vectors, kv_vectors, out_vectors;  // rows can be read and written 16 bytes at a time
   int group, window_left, window_right;
   Divisor by_group, by_block_size;
+  int step_pages;         // that a step of keys may touch, if the kernel holds them in shared memory
 
-  int64_t tiles;          // per sequence and KV head
-  int64_t columns;        // blocks that share the columns of an output row
-  int64_t splits;         // blocks that share a tile's keys; 1: one walks them all
-  int64_t first_block;    // of this launch
+  // Blocks of a launch are numbered (sequence, KV head, columns, split, tile), tile fastest.
+  int first_sequence;
+  Divisor by_tiles;       // of a sequence and KV head
+  Divisor by_splits;      // blocks that share a tile's keys; 1: one walks them all
+  Divisor by_columns;     // blocks that share the columns of an output row
+  Divisor by_kv_heads;
+  int splits;
   // Results over each split, when blocks share the keys.
   int64_t max_rows;       // per sequence and KV head
   SoftmaxState* partial_state;  // (B, Hkv, max_rows, splits)
@@ -123,21 +133,17 @@ ATTN_DEVICE void find_sequence(const AttentionParams& p, Tile& t) {
   }
 }
 
-// The tile of this block; false if there are no rows for it. The last rows of a sequence come first: with a causal
+// The tile of block `block` of the grid; false if there are no rows for it. The last rows of a sequence come first: with a causal
 // mask they take longest.
-ATTN_DEVICE bool find_tile(const AttentionWork& w, int tile_rows, Tile& t) {
-  Quotient q = divide(w.first_block + simt::block_idx().x, w.tiles);
-  const int64_t index = w.tiles - 1 - q.remainder;
-  q = divide(q.quotient, w.splits);
-  t.split = int(q.remainder);
-  q = divide(q.quotient, w.columns);
-  t.column = int(q.remainder);
-  q = divide(q.quotient, w.p.Hkv);
-  t.kv_head = q.remainder;
-  t.b = q.quotient;
+ATTN_DEVICE bool find_tile(const AttentionWork& w, int block, int tile_rows, Tile& t) {
+  const int tile = w.by_tiles.take(block);
+  t.split = w.by_splits.take(block);
+  t.column = w.by_columns.take(block);
+  t.kv_head = w.by_kv_heads.take(block);
+  t.b = w.first_sequence + block;
   find_sequence(w.p, t);
   t.rows = t.Tq * w.group;
-  t.first_row = int(index * tile_rows);
+  t.first_row = (int(w.by_tiles.d) - 1 - tile) * tile_rows;
   if (t.first_row >= t.rows) return false;
 
   t.keys.first = visible_keys(w, query_row(w, t, t.first_row).position, t.Tk).first;
@@ -156,17 +162,15 @@ ATTN_DEVICE KeyRange plain_keys(const AttentionWork& w, const Tile& t, int tile_
           visible_keys(w, query_row(w, t, t.first_row).position, t.Tk).end};
 }
 
-// Where the rows of K or of V lie. Pages are the cache blocks of a range of keys, in shared memory, the first of them
-// being number first_page of the sequence.
+// Where the rows of K or of V lie. Paged: `pages` are the cache blocks of a range of keys, in shared memory, the first
+// of them being number first_page of the sequence.
 template <class T>
 struct KeyRows {
   const T* base;
   int64_t row_stride, page_stride;
-  const int* pages;  // null: dense
-  int first_page;
 
-  ATTN_DEVICE const T* row(const AttentionWork& w, int key SIMT_WHERE) const {
-    if (!pages) return base + key * row_stride;
+  ATTN_DEVICE const T* dense(int key) const { return base + key * row_stride; }
+  ATTN_DEVICE const T* paged(const AttentionWork& w, int key, const int* pages, int first_page SIMT_WHERE) const {
     const int page = w.by_block_size.quotient(key), token = key - page * int(w.p.block_size);
     return base + simt::lds(pages + page - first_page SIMT_AT) * page_stride + token * row_stride;
   }
@@ -174,19 +178,12 @@ struct KeyRows {
 
 template <class T>
 ATTN_DEVICE KeyRows<T> key_rows(const AttentionParams& p, const Tile& t) {
-  return {static_cast<const T*>(p.k) + t.k_offset + t.kv_head * p.k_head_stride, p.k_row_stride, p.k_batch_stride,
-          nullptr, 0};
+  return {static_cast<const T*>(p.k) + t.k_offset + t.kv_head * p.k_head_stride, p.k_row_stride, p.k_batch_stride};
 }
 
 template <class T>
 ATTN_DEVICE KeyRows<T> value_rows(const AttentionParams& p, const Tile& t) {
-  return {static_cast<const T*>(p.v) + t.v_offset + t.kv_head * p.v_head_stride, p.v_row_stride, p.v_batch_stride,
-          nullptr, 0};
-}
-
-// Pages that a step may touch.
-ATTN_HOST_DEVICE int pages_per_step(int step, int64_t block_size) {
-  return int((step + block_size - 2) / block_size) + 1;
+  return {static_cast<const T*>(p.v) + t.v_offset + t.kv_head * p.v_head_stride, p.v_row_stride, p.v_batch_stride};
 }
 
 // The cache block of page number `page` of the sequence. Only entries of keys in the tile's range are read.
@@ -215,7 +212,7 @@ ATTN_DEVICE void transform_scores(const AttentionWork& w, const Tile& t, const Q
     for (int i = 0; i < n; ++i) x[i] *= w.scale;
     if (w.softcap > 0.0f) {
       ATTN_UNROLL
-      for (int i = 0; i < n; ++i) x[i] = w.softcap * ::tanhf(x[i] / w.softcap);
+      for (int i = 0; i < n; ++i) x[i] = w.softcap * ::tanhf(x[i] * w.inverse_softcap);
     }
     if (p.alibi_slopes) {
       const float slope = simt::ldg(static_cast<const float*>(p.alibi_slopes) + t.b * p.alibi_batch_stride + row.head);

@@ -436,7 +436,7 @@ product_kernel(ATTN_CONSTANT_PARAM ProductArgs a) {
 template <class T>
 using LargeTile = TensorTile<T, 128, 128, 32, 64, 64, 4, 2>;
 template <class T>
-using MediumTile = TensorTile<T, 64, 64, 64, 32, 32, 3, 2>;
+using MediumTile = TensorTile<T, 64, 64, 64, 32, 32, 4, 2>;
 template <class T>
 using SmallTile = TensorTile<T, 16, 32, 128, 16, 16, 4, 4>;  // memory-bound: deep slices, many blocks
 

@@ -77,12 +77,12 @@ struct SoftmaxResult {
 ATTN_DEVICE SoftmaxResult finish(const SoftmaxState& state, float sink, const ScoreUnit& u) {
   if (sink == -kInf) {
     if (state.sum == 0.0f) return {0.0f, -kInf};
-    return {1.0f / state.sum, simt::fma(state.max, u.unit, ::logf(state.sum))};
+    return {simt::rcp(state.sum), simt::fma(state.max, u.unit, ::logf(state.sum))};
   }
   const float max = state.max == -kInf ? -kInf : state.max * u.unit, top = simt::max(max, sink);
   const float rescale = simt::ex2((max - top) * kLog2e);
   const float total = simt::fma(state.sum, rescale, simt::ex2((sink - top) * kLog2e));
-  return {rescale / total, top + ::logf(total)};
+  return {rescale * simt::rcp(total), top + ::logf(total)};
 }
 
 }  // namespace attn_ext::cuda

@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-
 from build import ROOT, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no host compiler for the executor's kernels")

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from executor import Fault, Library
-
 from build import ROOT, build, compiler
+from executor import Fault, Library
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no host compiler for the executor's kernels")
 
