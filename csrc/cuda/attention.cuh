@@ -10,16 +10,16 @@ namespace attn_ext::cuda {
 struct AttentionKernel {
   void (*kernel)(const AttentionWork);
   int threads, rows;
-  int64_t columns;          // blocks for the columns of a row
-  int64_t shared, total;    // bytes of shared memory; and for the total over splits, if one block walks several
-  int page_step;            // keys in a step, the pages of two of which lie in shared memory; 0: of none
-  int blocks_per_sm;        // that registers allow
+  int64_t columns;        // blocks for the columns of a row
+  int64_t shared, total;  // bytes of shared memory; and for the total over splits, if one block walks several
+  int page_step;          // keys in a step, the pages of two of which lie in shared memory; 0: of none
+  int blocks_per_sm;      // that registers allow
 };
 
 template <class C>
 AttentionKernel mma_kernel() {
-  return {attention_mma_kernel<C>, C::kThreads, C::kRows, 1, C::kQBytes + C::kKBytes + C::kVBytes, C::kTotalBytes,
-          C::kStep, C::kMinBlocks};
+  return {attention_mma_kernel<C>, C::kThreads, C::kRows,     1, C::kQBytes + C::kKBytes + C::kVBytes,
+          C::kTotalBytes,          C::kStep,    C::kMinBlocks};
 }
 
 // A decode step has few rows; where it has at most 16, they fit the smallest tile. Otherwise 32 rows a warp use every
@@ -51,7 +51,7 @@ AttentionKernel attention_kernel_of(const AttentionParams& p) {
   }
   using C = PlainShape;
   return {attention_plain_kernel<T>, C::kThreads, C::kRows, ceil_div<int64_t>(p.D, C::kColumns),
-          PlainShared::bytes(p.D), 0, 0, 2};
+          PlainShared::bytes(p.D),   0,           0,        2};
 }
 
 // How a problem is run.
