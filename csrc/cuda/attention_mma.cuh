@@ -48,8 +48,7 @@ struct MmaShape {
                        kTotalBytes = kTotalValues + kColumnWarps * kRows * int(sizeof(SoftmaxState));
 };
 
-// ---- tiles in shared memory
-// ------------------------------------------------------------------------------------------
+// ---- tiles in shared memory ---------------------------------------------------------------------------------------
 
 // Rows of D 16-bit elements.
 template <int D>
@@ -153,8 +152,7 @@ ATTN_DEVICE bool leave_out_specials(char* values) {
   return found;
 }
 
-// ---- fragments
-// -------------------------------------------------------------------------------------------------------
+// ---- fragments ----------------------------------------------------------------------------------------------------
 
 ATTN_DEVICE float quad_max(float x) {
   x = simt::max(x, simt::shfl_xor(x, 1));
@@ -359,8 +357,7 @@ ATTN_DEVICE void add_specials(const Row& row, const uint32_t (&seen)[C::kMTiles]
   }
 }
 
-// ---- results
-// ---------------------------------------------------------------------------------------------------------
+// ---- results ------------------------------------------------------------------------------------------------------
 
 // Adds what merge_total's `total` holds, the splits before, to state and out. Every thread keeps its own part of the
 // values, a quad the state of its rows.
@@ -472,8 +469,7 @@ ATTN_DEVICE void store_out(const AttentionWork& w, const Tile& t, char* tile, co
   }
 }
 
-// ---- the kernel
-// ------------------------------------------------------------------------------------------------------
+// ---- the kernel ---------------------------------------------------------------------------------------------------
 
 template <class C>
 ATTN_KERNEL(C::kThreads, C::kMinBlocks)

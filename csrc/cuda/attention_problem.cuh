@@ -193,8 +193,7 @@ ATTN_DEVICE int cache_block(const AttentionWork& w, const Tile& t, int page) {
   return needed ? clamp_index(simt::ldg(t.blocks + page), w.p.num_blocks - 1) : 0;
 }
 
-// ---- scores
-// ----------------------------------------------------------------------------------------------------------
+// ---- scores -------------------------------------------------------------------------------------------------------
 
 template <class T>
 ATTN_DEVICE float load_bias(const AttentionParams& p, int64_t offset) {
@@ -244,8 +243,7 @@ ATTN_DEVICE void transform_scores(const AttentionWork& w, const Tile& t, const Q
     if (key(i) < range.first || key(i) >= range.end) x[i] = -kInf;
 }
 
-// ---- results
-// ---------------------------------------------------------------------------------------------------------
+// ---- results ------------------------------------------------------------------------------------------------------
 
 ATTN_DEVICE float sink_of(const AttentionParams& p, int64_t head) {
   return p.sinks ? simt::ldg(static_cast<const float*>(p.sinks) + head) : -kInf;
