@@ -6,20 +6,26 @@
 
 namespace attn_ext::cuda {
 
-// f(kernel, shape) with what runs a problem whose dtype is T.
+// What runs a problem.
 struct AttentionKernel {
   void (*kernel)(const AttentionWork);
   int threads, rows;
-  int64_t columns;          // blocks for the columns of a row
-  int64_t shared, total;    // bytes of shared memory; and for the total over splits, if one block walks several
-  int page_step;            // keys in a step, the pages of two of which lie in shared memory; 0: of none
-  int blocks_per_sm;        // that registers allow
+  int64_t columns;        // blocks for the columns of a row
+  int64_t shared, total;  // bytes of shared memory; and for the total over splits, if one block walks several
+  int page_step;          // keys in a step, the pages of two of which lie in shared memory; 0: of none
+  int blocks_per_sm;      // that registers allow
 };
 
 template <class C>
 AttentionKernel mma_kernel() {
-  return {attention_mma_kernel<C>, C::kThreads, C::kRows, 1, C::kQBytes + C::kKBytes + C::kVBytes, C::kTotalBytes,
-          C::kStep, C::kMinBlocks};
+  return {.kernel = attention_mma_kernel<C>,
+          .threads = C::kThreads,
+          .rows = C::kRows,
+          .columns = 1,
+          .shared = C::kQBytes + C::kKBytes + C::kVBytes,
+          .total = C::kTotalBytes,
+          .page_step = C::kStep,
+          .blocks_per_sm = C::kMinBlocks};
 }
 
 // A decode step has few rows; where it has at most 16, they fit the smallest tile. Otherwise 32 rows a warp use every
@@ -50,9 +56,17 @@ AttentionKernel attention_kernel_of(const AttentionParams& p) {
     }
   }
   using C = PlainShape;
-  return {attention_plain_kernel<T>, C::kThreads, C::kRows, ceil_div<int64_t>(p.D, C::kColumns),
-          PlainShared::bytes(p.D), 0, 0, 2};
+  return {.kernel = attention_plain_kernel<T>,
+          .threads = C::kThreads,
+          .rows = C::kRows,
+          .columns = ceil_div<int64_t>(p.D, C::kColumns),
+          .shared = PlainShared::bytes(p.D),
+          .total = 0,
+          .page_step = 0,
+          .blocks_per_sm = 2};
 }
+
+constexpr int64_t kMaxWorkspace = 256 << 20;  // bytes of results over single splits
 
 // How a problem is run.
 struct AttentionPlan {
@@ -63,11 +77,13 @@ struct AttentionPlan {
   AttentionPlan(const AttentionParams& p, const AttentionKernel& k) : kernel(k) {
     max_rows = p.Tq * (p.H / p.Hkv);
     tiles = ceil_div<int64_t>(max_rows, k.rows);
-    // Blocks share the keys where there are not enough tiles for half of the device.
+    // Blocks share the keys where there are not enough tiles for half of the device. That many rows and keys that the
+    // results over single splits take much memory are work enough without.
     const simt::Device device = simt::device();
-    const int64_t all_splits = ceil_div<int64_t>(p.Tk, kSplit);
+    const int64_t all_splits = max_of<int64_t>(1, ceil_div<int64_t>(p.Tk, kSplit));
     const int64_t blocks = p.B * p.Hkv * tiles * k.columns;
-    splits = all_splits > 1 && 2 * blocks <= int64_t(device.sms) * k.blocks_per_sm ? all_splits : 1;
+    splits = all_splits;
+    if (2 * blocks > int64_t(device.sms) * k.blocks_per_sm || workspace(p) > kMaxWorkspace) splits = 1;
     shared = k.shared + (splits == 1 && all_splits > 1 ? k.total : 0);
     step_pages = p.block_table && k.page_step ? (k.page_step + p.block_size - 2) / p.block_size + 1 : 0;
     shared += 2 * step_pages * int64_t(sizeof(int));

@@ -33,8 +33,8 @@ struct MmaShape {
   static constexpr int kWarpRows = 16 * kMTiles;
   static constexpr int kRows = kWarpRows * kRowWarps;
   static constexpr int kColumns = D / kColumnWarps;  // of the output, of a warp
-  static constexpr int kNBlocks = kStep / 8;  // n8 blocks of S
-  static constexpr int kDBlocks = kColumns / 8;  // n8 blocks of O
+  static constexpr int kNBlocks = kStep / 8;         // n8 blocks of S
+  static constexpr int kDBlocks = kColumns / 8;      // n8 blocks of O
   static_assert(kColumns % 16 == 0 && kStep % 16 == 0 && kStep <= 64 && kSplit % kStep == 0);
 
   using Scores = float[kMTiles][kNBlocks][4];  // accumulator fragments
@@ -44,10 +44,11 @@ struct MmaShape {
   // Shared memory, in this order. Q's space is the output's at the end.
   static constexpr int kQBytes = kRows * D * 2, kKBytes = kStep * D * 2, kVBytes = kKBytes;
   // Values and states over the splits so far, where a block walks several. Then the pages.
-  static constexpr int kTotalValues = kRows * D * 4, kTotalBytes = kTotalValues + kColumnWarps * kRows * int(sizeof(SoftmaxState));
+  static constexpr int kTotalValues = kRows * D * 4,
+                       kTotalBytes = kTotalValues + kColumnWarps * kRows * int(sizeof(SoftmaxState));
 };
 
-// ---- tiles in shared memory ------------------------------------------------------------------------------------------
+// ---- tiles in shared memory ---------------------------------------------------------------------------------------
 
 // Rows of D 16-bit elements.
 template <int D>
@@ -60,12 +61,12 @@ struct TileRows {
   ATTN_DEVICE static int offset(int row, int chunk) {
     return row * (2 * D) + 16 * (chunk ^ (row / (8 / kSpread) % kSpread));
   }
-  // The same of row first_row + lane_row and chunk 2 pair + side, for first_row a multiple of 8 and pair known to the
-  // compiler: the lane's part is the same for many of them.
-  ATTN_DEVICE static int offset(int first_row, int lane_row, int pair, int side) {
-    const int chunk = 2 * pair, lane_part = (side ^ (lane_row / (8 / kSpread) % kSpread)) * 16;
-    return first_row * (2 * D) + 16 * (chunk / kSpread * kSpread) + lane_row * (2 * D) +
-           (lane_part ^ (16 * (chunk % kSpread)));
+  // The address of row first_row + lane_row, chunk 2 pair + side, of a tile; first_row is a multiple of 8. The lane's
+  // part is the same for many first_row and pair, which the compiler knows.
+  ATTN_DEVICE static const char* at(const char* tile, int first_row, int lane_row, int pair, int side) {
+    const int chunk = 2 * pair, swizzle = lane_row / (8 / kSpread) % kSpread;
+    const char* lane_part = tile + (lane_row * (2 * D) + 16 * ((chunk % kSpread + side) ^ swizzle));
+    return lane_part + (first_row * (2 * D) + 16 * (chunk / kSpread * kSpread));
   }
 };
 
@@ -80,18 +81,23 @@ ATTN_DEVICE void for_own_chunks(const F& f) {
     while (count % n != 0) --n;
     return n;
   }();
+  const int thread = int(simt::thread_idx().x);
   ATTN_NO_UNROLL
   for (int first = 0; first < count; first += batch) {
     ATTN_UNROLL
     for (int i = 0; i < batch; ++i) {
-      const int index = int(simt::thread_idx().x) + (first + i) * kThreads;
-      f(index / chunks, index % chunks);
+      if constexpr (kThreads % chunks == 0) {  // always the same chunk
+        f(thread / chunks + (first + i) * (kThreads / chunks), thread % chunks);
+      } else {
+        const int index = thread + (first + i) * kThreads;
+        f(index / chunks, index % chunks);
+      }
     }
   }
 }
 
-// Rows of global memory into a tile: row(r), or zeros where not valid(r); then row(r) need not exist. By 16-byte vectors,
-// asynchronously,
+// Rows of global memory into a tile: row(r), or zeros where not valid(r); then row(r) need not exist. By 16-byte
+// vectors, asynchronously,
 template <class T, int D, int kRows, int kThreads, class Row, class Valid>
 ATTN_DEVICE void copy_vectors(char* tile, const Row& row, const Valid& valid SIMT_WHERE) {
   for_own_chunks<D, kRows, kThreads, 8>([&](int r, int chunk) {
@@ -146,7 +152,7 @@ ATTN_DEVICE bool leave_out_specials(char* values) {
   return found;
 }
 
-// ---- fragments -------------------------------------------------------------------------------------------------------
+// ---- fragments ----------------------------------------------------------------------------------------------------
 
 ATTN_DEVICE float quad_max(float x) {
   x = simt::max(x, simt::shfl_xor(x, 1));
@@ -197,18 +203,19 @@ ATTN_DEVICE void reset(typename C::States& state, typename C::Out& out) {
 // s = the warp's rows of Q times K^T
 template <class C>
 ATTN_DEVICE void multiply_keys(const char* queries, const char* keys, typename C::Scores& s) {
-  const int lane = simt::lane(), warp_row = first_warp_row<C>();
+  const int lane = simt::lane();
+  queries += first_warp_row<C>() * 2 * C::D;
   clear(s);
   ATTN_UNROLL
   for (int k = 0; k < C::D / 16; ++k) {
     uint32_t a[C::kMTiles][4];
     ATTN_UNROLL
     for (int m = 0; m < C::kMTiles; ++m)
-      simt::ldmatrix_x4(a[m], queries + TileRows<C::D>::offset(warp_row + 16 * m, lane % 16, k, lane / 16));
+      simt::ldmatrix_x4(a[m], TileRows<C::D>::at(queries, 16 * m, lane % 16, k, lane / 16));
     ATTN_UNROLL
     for (int n = 0; n < C::kNBlocks; n += 2) {
       uint32_t b[4];
-      simt::ldmatrix_x4(b, keys + TileRows<C::D>::offset(8 * n, lane % 8 + lane / 16 * 8, k, lane / 8 % 2));
+      simt::ldmatrix_x4(b, TileRows<C::D>::at(keys, 8 * n, lane % 8 + lane / 16 * 8, k, lane / 8 % 2));
       ATTN_UNROLL
       for (int m = 0; m < C::kMTiles; ++m) {
         simt::mma_m16n8k16<typename C::T>(s[m][n], a[m], b[0], b[1]);
@@ -238,7 +245,7 @@ ATTN_DEVICE void multiply_values(const typename C::Scores& p, const char* values
     ATTN_UNROLL
     for (int n = 0; n < C::kDBlocks; n += 2) {
       uint32_t b[4];
-      simt::ldmatrix_x4_trans(b, values + TileRows<C::D>::offset(16 * k, lane % 16, n / 2, lane / 16));
+      simt::ldmatrix_x4_trans(b, TileRows<C::D>::at(values, 16 * k, lane % 16, n / 2, lane / 16));
       ATTN_UNROLL
       for (int m = 0; m < C::kMTiles; ++m) {
         simt::mma_m16n8k16<T>(out[m][n], a[m], b[0], b[1]);
@@ -248,8 +255,8 @@ ATTN_DEVICE void multiply_values(const typename C::Scores& p, const char* values
   }
 }
 
-// Masks and transforms the scores of keys first ... Bit 16 half + 2 n + e of seen[m] tells that the row of (m, half) sees
-// the key in column e of this lane's n-block n.
+// Masks and transforms the scores of keys first ... Bit 16 half + 2 n + e of seen[m] tells that the row of (m, half)
+// sees the key in column e of this lane's n-block n.
 template <class C>
 ATTN_DEVICE void transform_tile(const AttentionWork& w, const Tile& t, int first, typename C::Scores& s,
                                 uint32_t (&seen)[C::kMTiles]) {
@@ -265,8 +272,8 @@ ATTN_DEVICE void transform_tile(const AttentionWork& w, const Tile& t, int first
       float x[2 * C::kNBlocks];
       ATTN_UNROLL
       for (int i = 0; i < 2 * C::kNBlocks; ++i) x[i] = s[m][i / 2][2 * half + i % 2];
-      transform_scores<typename C::T>(w, t, query_row(w, t, first_row + 16 * m + 8 * half),
-                                      [&](int i) { return column + i / 2 * 8 + i % 2; }, x);
+      transform_scores<typename C::T>(
+          w, t, query_row(w, t, first_row + 16 * m + 8 * half), [&](int i) { return column + i / 2 * 8 + i % 2; }, x);
       ATTN_UNROLL
       for (int i = 0; i < 2 * C::kNBlocks; ++i) {
         s[m][i / 2][2 * half + i % 2] = x[i];
@@ -286,8 +293,7 @@ ATTN_DEVICE void weigh(float c, typename C::Scores& s, typename C::States& state
     for (int half = 0; half < 2; ++half) {
       float max = -kInf;
       ATTN_UNROLL
-      for (int n = 0; n < C::kNBlocks; ++n)
-        max = simt::max(max, simt::max(s[m][n][2 * half], s[m][n][2 * half + 1]));
+      for (int n = 0; n < C::kNBlocks; ++n) max = simt::max(max, simt::max(s[m][n][2 * half], s[m][n][2 * half + 1]));
       factor[half] = raise(state[m][half], quad_max(max), c);
       max = state[m][half].max;
       float scale = c, base = softmax_base(max, c);
@@ -320,8 +326,8 @@ ATTN_DEVICE void weigh(float c, typename C::Scores& s, typename C::States& state
   }
 }
 
-// The inf and NaN that leave_out_specials took away, for the rows that do see them. row(j): where the values of key j of
-// the step lie. Rare, so it may be slow.
+// The inf and NaN that leave_out_specials took away, for the rows that do see them. row(j): where the values of key j
+// of the step lie. Rare, so it may be slow.
 template <class C, class Row>
 ATTN_DEVICE void add_specials(const Row& row, const uint32_t (&seen)[C::kMTiles], typename C::Out& out) {
   const int lane = simt::lane();
@@ -351,14 +357,15 @@ ATTN_DEVICE void add_specials(const Row& row, const uint32_t (&seen)[C::kMTiles]
   }
 }
 
-// ---- results ---------------------------------------------------------------------------------------------------------
+// ---- results ------------------------------------------------------------------------------------------------------
 
 // Adds what merge_total's `total` holds, the splits before, to state and out. Every thread keeps its own part of the
 // values, a quad the state of its rows.
 template <class C>
 ATTN_DEVICE void merge_total(const char* total, float c, typename C::States& state, typename C::Out& out) {
   const simt::Float4* const values = reinterpret_cast<const simt::Float4*>(total) + simt::thread_idx().x;
-  const SoftmaxState* const states = reinterpret_cast<const SoftmaxState*>(total + C::kTotalValues) + simt::warp() % C::kColumnWarps * C::kRows;
+  const SoftmaxState* const states =
+      reinterpret_cast<const SoftmaxState*>(total + C::kTotalValues) + simt::warp() % C::kColumnWarps * C::kRows;
   ATTN_UNROLL
   for (int m = 0; m < C::kMTiles; ++m) {
     SoftmaxFactors f[2];
@@ -384,7 +391,8 @@ ATTN_DEVICE void merge_total(const char* total, float c, typename C::States& sta
 template <class C>
 ATTN_DEVICE void store_total(char* total, const typename C::States& state, const typename C::Out& out) {
   simt::Float4* const values = reinterpret_cast<simt::Float4*>(total) + simt::thread_idx().x;
-  SoftmaxState* const states = reinterpret_cast<SoftmaxState*>(total + C::kTotalValues) + simt::warp() % C::kColumnWarps * C::kRows;
+  SoftmaxState* const states =
+      reinterpret_cast<SoftmaxState*>(total + C::kTotalValues) + simt::warp() % C::kColumnWarps * C::kRows;
   ATTN_UNROLL
   for (int m = 0; m < C::kMTiles; ++m) {
     ATTN_UNROLL
@@ -415,7 +423,8 @@ ATTN_DEVICE void store_partial(const AttentionWork& w, const Tile& t, const type
       float* to = w.partial_out + index * C::D + column;
       ATTN_UNROLL
       for (int n = 0; n < C::kDBlocks; ++n)
-        simt::st(reinterpret_cast<simt::Float2*>(to + 8 * n), simt::Float2{out[m][n][2 * half], out[m][n][2 * half + 1]});
+        simt::st(reinterpret_cast<simt::Float2*>(to + 8 * n),
+                 simt::Float2{out[m][n][2 * half], out[m][n][2 * half + 1]});
     }
   }
 }
@@ -460,10 +469,11 @@ ATTN_DEVICE void store_out(const AttentionWork& w, const Tile& t, char* tile, co
   }
 }
 
-// ---- the kernel ------------------------------------------------------------------------------------------------------
+// ---- the kernel ---------------------------------------------------------------------------------------------------
 
 template <class C>
-ATTN_KERNEL(C::kThreads, C::kMinBlocks) attention_mma_kernel(ATTN_CONSTANT_PARAM AttentionWork w) {
+ATTN_KERNEL(C::kThreads, C::kMinBlocks)
+attention_mma_kernel(ATTN_CONSTANT_PARAM AttentionWork w) {
   using T = typename C::T;
   constexpr int kStep = C::kStep;
   constexpr int kOwnPages = (kStep + C::kThreads) / C::kThreads;  // of the at most kStep + 1 pages of a step
@@ -561,8 +571,7 @@ ATTN_KERNEL(C::kThreads, C::kMinBlocks) attention_mma_kernel(ATTN_CONSTANT_PARAM
     if (more) copy_step(keys, key_rows<T>(w.p, t), next);
     weigh<C>(w.score.c, s, state, out);
     multiply_values<C>(s, values, out);
-    if (left_out)
-      add_specials<C>([&](int j) { return row_of_step(value_rows<T>(w.p, t), first, j); }, seen, out);
+    if (left_out) add_specials<C>([&](int j) { return row_of_step(value_rows<T>(w.p, t), first, j); }, seen, out);
 
     if (more && next % kSplit != 0) continue;
     // The split ends here.

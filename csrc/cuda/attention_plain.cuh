@@ -17,9 +17,9 @@ struct PlainShape {
   static constexpr int kThreads = 128;
   static constexpr int kRows = 16;
   static constexpr int kWarpRows = kRows / (kThreads / 32);
-  static constexpr int kStep = 64;      // keys
-  static constexpr int kDepth = 32;     // of head_dim in a piece
-  static constexpr int kColumns = 128;  // of the output, one a thread
+  static constexpr int kStep = 64;       // keys
+  static constexpr int kDepth = 32;      // of head_dim in a piece
+  static constexpr int kColumns = 128;   // of the output, one a thread
   static constexpr int kMaxPieces = 32;  // of Q that stay in shared memory; longer rows are read in every step
 
   ATTN_HOST_DEVICE static int pieces(int64_t D) { return int(ceil_div<int64_t>(D, kDepth)); }
@@ -29,9 +29,9 @@ struct PlainShape {
 // Shared memory of a block. Pieces of Q follow it, (depth, row).
 struct PlainShared {
   int64_t key_row[PlainShape::kStep], value_row[PlainShape::kStep];  // offsets, elements
-  float weights[PlainShape::kStep][PlainShape::kRows + 4];  // scores, then weights; -0 where a key is not seen
-  float keys[PlainShape::kStep][PlainShape::kDepth + 1];    // a piece; the padding avoids bank conflicts
-  float mine[PlainShape::kRows], other[PlainShape::kRows];  // factors of rows
+  float weights[PlainShape::kStep][PlainShape::kRows + 4];           // scores, then weights; -0 where a key is not seen
+  float keys[PlainShape::kStep][PlainShape::kDepth + 1];             // a piece; the padding avoids bank conflicts
+  float mine[PlainShape::kRows], other[PlainShape::kRows];           // factors of rows
 
   ATTN_DEVICE float* queries() { return reinterpret_cast<float*>(this + 1); }
   static int64_t bytes(int64_t D) {
@@ -154,7 +154,8 @@ ATTN_DEVICE void multiply_values(const T* values, PlainShared& shared, int j, in
 }
 
 template <class T>
-ATTN_KERNEL(PlainShape::kThreads, 2) attention_plain_kernel(ATTN_CONSTANT_PARAM AttentionWork w) {
+ATTN_KERNEL(PlainShape::kThreads, 2)
+attention_plain_kernel(ATTN_CONSTANT_PARAM AttentionWork w) {
   using C = PlainShape;
   Tile t;
   if (!find_tile(w, int(simt::block_idx().x), C::kRows, t)) return;

@@ -13,8 +13,8 @@
 
 namespace attn_ext::cuda {
 
-constexpr int kSplit = 512;               // keys
-constexpr int64_t kMaxTokens = 1 << 30;   // per sequence, so that positions and distances fit int
+constexpr int kSplit = 512;              // keys
+constexpr int64_t kMaxTokens = 1 << 30;  // per sequence, so that positions and distances fit int
 
 // n / d and n % d for 0 <= n < 2^31 by multiplication.
 struct Divisor {
@@ -39,23 +39,23 @@ struct Divisor {
 // What a kernel gets: the problem and everything the host derives from it.
 struct AttentionWork {
   AttentionParams p;
-  ScoreUnit score;        // of the scores that the softmax sees
-  float scale, softcap, inverse_softcap;  // a division in a kernel is a function call, which costs registers
-  bool transformed;       // scores are more than scale q.k with a positive scale
+  ScoreUnit score;                          // of the scores that the softmax sees
+  float scale, softcap, inverse_softcap;    // a division in a kernel is a function call, which costs registers
+  bool transformed;                         // scores are more than scale q.k with a positive scale
   bool q_vectors, kv_vectors, out_vectors;  // rows can be read and written 16 bytes at a time
   int group, window_left, window_right;
   Divisor by_group, by_block_size;
-  int step_pages;         // that a step of keys may touch, if the kernel holds them in shared memory
+  int step_pages;  // that a step of keys may touch, if the kernel holds them in shared memory
 
   // Blocks of a launch are numbered (sequence, KV head, columns, split, tile), tile fastest.
   int first_sequence;
-  Divisor by_tiles;       // of a sequence and KV head
-  Divisor by_splits;      // blocks that share a tile's keys; 1: one walks them all
-  Divisor by_columns;     // blocks that share the columns of an output row
+  Divisor by_tiles;    // of a sequence and KV head
+  Divisor by_splits;   // blocks that share a tile's keys; 1: one walks them all
+  Divisor by_columns;  // blocks that share the columns of an output row
   Divisor by_kv_heads;
   int splits;
   // Results over each split, when blocks share the keys.
-  int64_t max_rows;       // per sequence and KV head
+  int64_t max_rows;             // per sequence and KV head
   SoftmaxState* partial_state;  // (B, Hkv, max_rows, splits)
   float* partial_out;           // (B, Hkv, max_rows, splits, D), not yet divided by the sum
 };
@@ -69,10 +69,10 @@ struct Tile {
   int64_t b, kv_head;
   int column, split;
   int Tq, Tk;
-  int rows, first_row;   // of the sequence and KV head; of the tile
+  int rows, first_row;                                           // of the sequence and KV head; of the tile
   int64_t q_offset, out_offset, lse_offset, k_offset, v_offset;  // elements, to the sequence's first row
-  const int32_t* blocks;  // of the sequence, paged only
-  KeyRange keys;          // that some row of the tile sees by causality and window, within this block's splits
+  const int32_t* blocks;                                         // of the sequence, paged only
+  KeyRange keys;  // that some row of the tile sees by causality and window, within this block's splits
 
   ATTN_DEVICE int64_t partial(const AttentionWork& w, int row) const {
     return ((b * w.p.Hkv + kv_head) * w.max_rows + row) * w.splits + split;
@@ -133,8 +133,8 @@ ATTN_DEVICE void find_sequence(const AttentionParams& p, Tile& t) {
   }
 }
 
-// The tile of block `block` of the grid; false if there are no rows for it. The last rows of a sequence come first: with a causal
-// mask they take longest.
+// The tile of block `block` of the grid; false if there are no rows for it. The last rows of a sequence come first:
+// with a causal mask they take longest.
 ATTN_DEVICE bool find_tile(const AttentionWork& w, int block, int tile_rows, Tile& t) {
   const int tile = w.by_tiles.take(block);
   t.split = w.by_splits.take(block);
@@ -188,11 +188,12 @@ ATTN_DEVICE KeyRows<T> value_rows(const AttentionParams& p, const Tile& t) {
 
 // The cache block of page number `page` of the sequence. Only entries of keys in the tile's range are read.
 ATTN_DEVICE int cache_block(const AttentionWork& w, const Tile& t, int page) {
-  const bool needed = page >= w.by_block_size.quotient(t.keys.first) && page <= w.by_block_size.quotient(t.keys.end - 1);
+  const bool needed =
+      page >= w.by_block_size.quotient(t.keys.first) && page <= w.by_block_size.quotient(t.keys.end - 1);
   return needed ? clamp_index(simt::ldg(t.blocks + page), w.p.num_blocks - 1) : 0;
 }
 
-// ---- scores ----------------------------------------------------------------------------------------------------------
+// ---- scores -------------------------------------------------------------------------------------------------------
 
 template <class T>
 ATTN_DEVICE float load_bias(const AttentionParams& p, int64_t offset) {
@@ -242,7 +243,7 @@ ATTN_DEVICE void transform_scores(const AttentionWork& w, const Tile& t, const Q
     if (key(i) < range.first || key(i) >= range.end) x[i] = -kInf;
 }
 
-// ---- results ---------------------------------------------------------------------------------------------------------
+// ---- results ------------------------------------------------------------------------------------------------------
 
 ATTN_DEVICE float sink_of(const AttentionParams& p, int64_t head) {
   return p.sinks ? simt::ldg(static_cast<const float*>(p.sinks) + head) : -kInf;

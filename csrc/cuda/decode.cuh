@@ -14,7 +14,8 @@ constexpr int kCombineWarps = kCombineThreads / 32;
 
 // A warp per row: merges the row's splits in ascending order, as a block that walks them all does.
 template <class T>
-ATTN_KERNEL(kCombineThreads, 1) combine_splits_kernel(ATTN_CONSTANT_PARAM AttentionWork w) {
+ATTN_KERNEL(kCombineThreads, 1)
+combine_splits_kernel(ATTN_CONSTANT_PARAM AttentionWork w) {
   constexpr int kColumns = 4;  // of a lane at a time
   const int64_t all_rows = w.p.B * w.p.Hkv * w.max_rows, stride = int64_t(simt::grid_dim().x) * kCombineWarps;
   for (int64_t i = int64_t(simt::block_idx().x) * kCombineWarps + simt::warp(); i < all_rows; i += stride) {

@@ -14,16 +14,17 @@ constexpr int kMergeThreads = 128;
 constexpr int kMergeWarps = kMergeThreads / 32;
 
 template <class T>
-ATTN_KERNEL(kMergeThreads, 1) merge_attention_kernel(ATTN_CONSTANT_PARAM MergeAttentionParams p, bool vectors) {
+ATTN_KERNEL(kMergeThreads, 1)
+merge_attention_kernel(ATTN_CONSTANT_PARAM MergeAttentionParams p, bool vectors) {
   constexpr int n = 16 / int(sizeof(T));  // elements of a 16-byte vector
   const int64_t rows = p.B * p.T * p.H, first = int64_t(simt::block_idx().x) * kMergeWarps + simt::warp();
   for (int64_t row = first; row < rows; row += int64_t(simt::grid_dim().x) * kMergeWarps) {
     const Quotient token = divide(row, p.H), sequence = divide(token.quotient, p.T);
     const int64_t h = token.remainder, b = sequence.quotient, i = sequence.remainder;
-    const float lse_a = simt::ldg(static_cast<const float*>(p.lse_a) + b * p.lse_a_strides[0] +
-                                  h * p.lse_a_strides[1] + i * p.lse_a_strides[2]);
-    const float lse_b = simt::ldg(static_cast<const float*>(p.lse_b) + b * p.lse_b_strides[0] +
-                                  h * p.lse_b_strides[1] + i * p.lse_b_strides[2]);
+    const float lse_a = simt::ldg(static_cast<const float*>(p.lse_a) + b * p.lse_a_strides[0] + h * p.lse_a_strides[1] +
+                                  i * p.lse_a_strides[2]);
+    const float lse_b = simt::ldg(static_cast<const float*>(p.lse_b) + b * p.lse_b_strides[0] + h * p.lse_b_strides[1] +
+                                  i * p.lse_b_strides[2]);
     const float top = simt::max(lse_a, lse_b), base = top == -kInf ? 0.0f : top;
     const float part_a = ::expf(lse_a - base), part_b = ::expf(lse_b - base), total = part_a + part_b;
     const bool none = total == 0.0f;
@@ -63,8 +64,8 @@ void launch_merge_attention(const MergeAttentionParams& p, const Launch& launch)
       all_multiples(16, p.out_a, p.out_b, p.out, p.D * size, p.a_strides[0] * size, p.a_strides[1] * size,
                     p.a_strides[2] * size, p.b_strides[0] * size, p.b_strides[1] * size, p.b_strides[2] * size);
   const int64_t blocks = min_of(ceil_div<int64_t>(rows, kMergeWarps), kMaxGrid);
-  simt::launch(merge_attention_kernel<T>, simt::Dim{uint32_t(blocks)}, {kMergeThreads}, 0, simt::Stream(launch.stream), p,
-               vectors);
+  simt::launch(merge_attention_kernel<T>, simt::Dim{uint32_t(blocks)}, {kMergeThreads}, 0, simt::Stream(launch.stream),
+               p, vectors);
 }
 
 }  // namespace attn_ext::cuda

@@ -7,8 +7,8 @@
 // Weights are powers of two: a score x weighs 2^(x c - max c) with c = log2(e) times the unit of x. A row that has seen
 // no key keeps max -inf and sum 0, and finishes with factor 0 and lse -inf.
 //
-// max c is rounded. That is a common factor of all weights and cancels, unless max c is so large that the rounding alone
-// moves weights by powers of two: then (x - max) c takes its place.
+// max c is rounded. That is a common factor of all weights and cancels, unless max c is so large that the rounding
+// alone moves weights by powers of two: then (x - max) c takes its place.
 //
 // All kernels that hold such a state round alike (products that are added are an explicit fma, and nvcc is told to fuse
 // no others), so that one of them can finish what another began.

@@ -107,6 +107,19 @@ def test_splits_in_which_a_row_sees_nothing(ops, dtype, head_dim):
             assert (out[0, 0, 1] == 0).all() and lse[0, 1, 0] == -math.inf
 
 
+def test_the_workspace_is_bounded(ops):
+    """Where single results of all splits would take gigabytes, a block walks all keys: the same bits."""
+    problem = build(Case(((3, 1100), (1, 70)), heads=(2, 1), head_dim=64), BF16)
+    q, k, v = (torch.cat(x) for x in (problem.q, problem.k, problem.v))
+    cu_q, cu_k = torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([0, 1100, 1170], dtype=torch.int32)
+    shared = ops.attention_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True)
+    assert len(ops.launches) == 2
+    bounds = {"max_seqlen_q": 50000, "max_seqlen_k": 2**17}
+    walked = ops.attention_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True, **bounds)
+    assert len(ops.launches) == 1
+    check_same(walked, shared, "walked")
+
+
 # ----------------------------------------------------------------------------------------------- counts
 
 
