@@ -82,7 +82,7 @@ class Explanation:
 
     def visible(self, head: int) -> Tensor:
         """bool (T, T): which keys (columns) each query (row) may see."""
-        return self.masked[0, head] > -torch.inf
+        return self.masked[0, head] != -torch.inf
 
     def panel(self, name: str, head: int) -> Tensor:
         """One head's "scores" (scaled and masked, T x T), "weights" (T x T) or "outputs" (T x D), in float32."""
@@ -93,7 +93,7 @@ class Explanation:
         if name == "weights":
             return 1.0
         values = self.panel(name, head)
-        return max(values[values.isfinite()].abs().max().item(), 1e-6)
+        return max(values.masked_fill(~values.isfinite(), 0.0).abs().max().item(), 1e-6)
 
     def stages(self) -> list[Stage]:
         """Every stage in order, each with a short formula and, where it is one, the proof that it is a view."""

@@ -332,6 +332,9 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
     """One token per row of logits (B, vocab) -> (B, 1)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
+    if temperature < 1e-20:  # logits / temperature may overflow, and the temperature be 0 in float32
+        logits = logits - logits.amax(-1, keepdim=True)
+        temperature = max(temperature, torch.finfo(logits.dtype).tiny)
     logits = logits / temperature
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]

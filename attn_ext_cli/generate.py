@@ -76,6 +76,10 @@ def generate(
     finally:  # after Ctrl-C too
         if not quiet:
             _print_summary(run)
+    failed = [completion.error for completion in run.done.values() if completion.finish_reason == "error"]
+    if failed:
+        which = "" if len(prompts) == 1 else f"{len(failed)} of {len(prompts)} prompts failed, the first: "
+        raise UserError(f"{which}{failed[0]}")
 
 
 def _prompts(prompt: str | None, prompts_file: Path | None) -> list[str]:

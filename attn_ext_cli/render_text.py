@@ -104,6 +104,8 @@ def _cell(name: str, value: float, reach: float, masked: bool, cell: str | None,
     """-> text and style: numbers with a background on a terminal, shades by size in plain text."""
     if masked:
         return cell or ("·" if colours else " "), "dim"
+    if not math.isfinite(value):
+        return cell or "?", "bold"
     if not colours:
         return cell or SHADES[math.ceil(abs(value / reach) * (len(SHADES) - 1) - 0.5)], ""
     (r, g, b), dark = colour(name, value / reach)

@@ -158,6 +158,35 @@ def test_prompts_file_gives_what_each_prompt_gives_alone(llama, tmp_path, run_he
     assert "3 ended at the length limit" in result.stderr
 
 
+@pytest.fixture
+def broken(checkpoint, tmp_path) -> Path:
+    """The nanoGPT checkpoint with a NaN in every projection."""
+    shutil.copy(checkpoint.parent / "tokenizer.json", tmp_path)
+    content = torch.load(checkpoint)
+    for name, tensor in content["model"].items():
+        if name.endswith("c_attn.weight"):
+            tensor[:, 0] = torch.nan
+    torch.save(content, tmp_path / "broken.pt")
+    return tmp_path / "broken.pt"
+
+
+def test_a_failed_prompt_is_said(broken, tmp_path, run_here):
+    result = run_here("generate", "a", "-m", broken, "-q", status=1)
+    assert re.fullmatch("attn-ext generate: .*logits are not finite\n", result.stderr)
+    (tmp_path / "prompts.txt").write_text("a\nb\n")
+    result = run_here("generate", "--prompts-file", tmp_path / "prompts.txt", "-m", broken, "-q", status=1)
+    assert result.stderr.startswith("attn-ext generate: 2 of 2 prompts failed, the first: ")
+
+
+def test_explain_shows_what_is_not_a_number(broken, tmp_path, run_here):
+    text = run_here("explain", "a" * 40, "-m", broken, "--head", 0).stdout
+    rows = re.findall(r"^ +a  (\?+) *$", text, re.M)
+    assert [len(row) for row in rows] == [*range(1, 41)] * 2 + [8] * 40  # scores, weights; the outputs of 8 channels
+    assert "nan" in run_here("explain", "ab", "-m", broken).stdout
+    for name in ("a.png", "a.html"):
+        run_here("explain", "ab", "-m", broken, "-o", tmp_path / name)
+
+
 def test_full_cache_is_said(llama, run_here):
     result = run_here("generate", "abcdef", "-m", llama, "-n", 50, "--num-blocks", 2, "--block-size", 4)
     assert "ended because the cache is full" in result.stderr

@@ -218,6 +218,13 @@ def test_greedy_is_the_same_each_run_and_draws_nothing(pair):
     assert torch.equal(first, ours.generate(torch.tensor([[5]]), 30, temperature=0.0, top_k=3))
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-46, 5e-324])
+def test_a_tiny_temperature_is_greedy(pair, temperature):
+    ours, _ = pair()
+    idx = torch.tensor([[5], [7]])
+    assert torch.equal(ours.generate(idx, 9, temperature=temperature), ours.generate(idx, 9, temperature=0))
+
+
 @pytest.mark.parametrize(
     "idx, options, message",
     [
