@@ -63,12 +63,14 @@ def _copy(key_cache, value_cache):
     attn_ext.copy_blocks(key_cache, value_cache, [(0, 1)])
 
 
-@pytest.mark.parametrize("caches", OVERLAPPING.values(), ids=OVERLAPPING)
-@pytest.mark.parametrize("write", [_append, _project, _copy])
+# Rows of 2^30 heads do not fit in memory, whole blocks of them are only named.
+WRITES = [(write, caches) for write in (_append, _project, _copy) for caches in OVERLAPPING]
+WRITES = [(write, caches) for write, caches in WRITES if write is _copy or caches != "one slot of 2^62"]
+
+
+@pytest.mark.parametrize("write,caches", WRITES)
 def test_overlapping_caches_are_refused(write, caches):
-    key_cache, value_cache = caches()
-    if write is not _copy and key_cache.numel() > 2**20:
-        pytest.skip("rows of 2^30 heads do not fit in memory")
+    key_cache, value_cache = OVERLAPPING[caches]()
     with pytest.raises(
         RuntimeError, match="^[a-z_]+: (key_cache must not overlap itself|value_cache must not overlap)"
     ):
