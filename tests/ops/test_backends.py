@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,7 @@ def _active_with(value: str):
     return subprocess.run(
         [sys.executable, "-c", "import attn_ext; print(attn_ext.active_backend())"],
         env={**os.environ, "ATTN_EXT_BACKEND": value}, capture_output=True, text=True, timeout=120, check=False,
+        cwd=Path(__file__).parent,  # not the source folder: its attn_ext may be another one
     )  # fmt: skip
 
 
