@@ -8,6 +8,14 @@ from pathlib import Path
 MIN_TORCH = (2, 11)
 
 
+def _built_with() -> str:
+    """The torch of the build, as that wrote it down: the compiled module cannot say so to an older torch."""
+    try:
+        return f" (built with {importlib.import_module('attn_ext._built').TORCH})"
+    except ModuleNotFoundError:  # in the source folder
+        return ""
+
+
 def _import_torch() -> None:
     needs = f"attn_ext needs torch >= {MIN_TORCH[0]}.{MIN_TORCH[1]}"
     try:
@@ -18,7 +26,7 @@ def _import_torch() -> None:
         raise ImportError(f"{needs}, and no torch is installed: pip install torch") from None
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if found is None or (int(found[1]), int(found[2])) < MIN_TORCH:
-        raise ImportError(f"{needs}, got torch {torch.__version__}: pip install --upgrade torch")
+        raise ImportError(f"{needs}{_built_with()}, got torch {torch.__version__}: pip install --upgrade torch")
 
 
 def _import_compiled():

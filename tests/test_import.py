@@ -1,5 +1,6 @@
 """`import attn_ext`: alone, quick, light, and one clear line where something is missing."""
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -65,8 +66,16 @@ def test_broken_torch_is_not_called_missing(package: Package):
 @pytest.mark.parametrize("version", ["2.10.0", "1.13.1+cu117", "2.9.1.dev20250901"])
 def test_old_torch(package: Package, version: str):
     package.add_torch(f"__version__ = {version!r}")
+    (package.attn_ext / "_built.py").write_text('TORCH = "3.14.0+cpu"\n')
     line = package.import_error(site_packages=False)
-    assert line == f"ImportError: attn_ext needs torch >= 2.11, got torch {version}: pip install --upgrade torch"
+    needs = "attn_ext needs torch >= 2.11 (built with 3.14.0+cpu)"
+    assert line == f"ImportError: {needs}, got torch {version}: pip install --upgrade torch"
+
+
+def test_the_build_writes_down_its_torch():
+    """Outside the source folder, where the module was put without it."""
+    if Path(attn_ext.__file__).parents[1] != Path(__file__).parents[1]:
+        assert importlib.import_module("attn_ext._built").TORCH == _C.torch_version
 
 
 def test_wheel_for_another_python(package: Package):
