@@ -146,6 +146,19 @@ void set_queries(const Tensor& q, AttentionParams& p) {
   p.q_head_stride = stride_of(q, ragged ? 1 : 2);
 }
 
+// k and v (B, Tk, Hkv, D), (total_k, Hkv, D) or caches (num_blocks, block_size, Hkv, D)
+void set_keys_and_values(const Tensor& k, const Tensor& v, AttentionParams& p) {
+  p.k = k.const_data_ptr();
+  p.v = v.const_data_ptr();
+  const int64_t row = k.dim() == 3 ? 0 : 1;
+  p.k_batch_stride = row == 0 ? 0 : stride_of(k, 0);
+  p.k_row_stride = stride_of(k, row);
+  p.k_head_stride = stride_of(k, row + 1);
+  p.v_batch_stride = row == 0 ? 0 : stride_of(v, 0);
+  p.v_row_stride = stride_of(v, row);
+  p.v_head_stride = stride_of(v, row + 1);
+}
+
 }  // namespace
 
 OutAndLse attention(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> scale, int64_t window_left,
@@ -176,14 +189,7 @@ OutAndLse attention(Tensor q, Tensor k, Tensor v, bool causal, std::optional<dou
   k = unit_last_stride(k);
   v = unit_last_stride(v);
   set_queries(q, p);
-  p.k = k.const_data_ptr();
-  p.v = v.const_data_ptr();
-  p.k_batch_stride = stride_of(k, 0);
-  p.k_row_stride = stride_of(k, 1);
-  p.k_head_stride = stride_of(k, 2);
-  p.v_batch_stride = stride_of(v, 0);
-  p.v_row_stride = stride_of(v, 1);
-  p.v_head_stride = stride_of(v, 2);
+  set_keys_and_values(k, v, p);
   const auto result = make_outputs(q, p);
   if (q.numel() > 0) run(c.op, q, p);
   return result;
@@ -226,12 +232,7 @@ OutAndLse attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Te
   k = unit_last_stride(k);
   v = unit_last_stride(v);
   set_queries(q, p);
-  p.k = k.const_data_ptr();
-  p.v = v.const_data_ptr();
-  p.k_row_stride = stride_of(k, 0);
-  p.k_head_stride = stride_of(k, 1);
-  p.v_row_stride = stride_of(v, 0);
-  p.v_head_stride = stride_of(v, 1);
+  set_keys_and_values(k, v, p);
   const auto result = make_outputs(q, p);
   if (q.numel() > 0) run(c.op, q, p);
   return result;
@@ -308,14 +309,7 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
   options.apply(c, q, true, p);
   q = unit_last_stride(q);
   set_queries(q, p);
-  p.k = key_cache.const_data_ptr();
-  p.v = value_cache.const_data_ptr();
-  p.k_batch_stride = stride_of(key_cache, 0);
-  p.k_row_stride = stride_of(key_cache, 1);
-  p.k_head_stride = stride_of(key_cache, 2);
-  p.v_batch_stride = stride_of(value_cache, 0);
-  p.v_row_stride = stride_of(value_cache, 1);
-  p.v_head_stride = stride_of(value_cache, 2);
+  set_keys_and_values(key_cache, value_cache, p);
   const auto result = make_outputs(q, p);
   if (q.numel() > 0) run(c.op, q, p);
   return result;
