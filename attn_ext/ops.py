@@ -430,7 +430,7 @@ def append_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
     """Write keys and values of new tokens into their cache slots, in place.
 
     Args:
-        key, value: (tokens, Hkv, D).
+        key, value: (tokens, Hkv, D), not views of the slots that are written: rows are copied in order.
         key_cache, value_cache: (num_blocks, block_size, Hkv, D), same dtype; only the named slots change.
         slot_mapping: (tokens) int64, block * block_size + offset, -1 = skip the token; no slot twice.
 
