@@ -24,9 +24,11 @@ from attn_ext.ops import (
     linear,
     masked_softmax,
     merge_attention,
+    pack_weight,
     paged_attention,
     qkv_projection,
     qkv_projection_to_cache,
+    unpack_weight,
 )
 
 __version__ = _C.version
@@ -49,10 +51,12 @@ __all__ = [
     "masked_softmax",
     "merge_attention",
     "ops",
+    "pack_weight",
     "paged_attention",
     "qkv_projection",
     "qkv_projection_to_cache",
     "reference",
+    "unpack_weight",
     "use_backend",
     *_SUBMODULES,
 ]

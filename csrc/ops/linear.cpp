@@ -13,7 +13,34 @@ std::vector<std::pair<const char*, const Tensor*>> present(
   return tensors;
 }
 
-// What every product has: x (..., K) seen as (M, K), weight (N, K), bias (N).
+// The sizes of a weight: (N, K), or (N / 16, K / P, 16, P) as pack_weight lays it out (params.h).
+struct WeightSizes {
+  bool packed;
+  int64_t N, K;
+
+  WeightSizes(const Checker& c, const Tensor& weight, const char* layout) : packed(weight.dim() == 4) {
+    if (!packed) {
+      c.check(weight.dim() == 2, "weight", std::string("have shape ") + layout + " or be packed by pack_weight",
+              to_string(shape_of(weight)));
+      N = weight.size(0);
+      K = weight.size(1);
+      return;
+    }
+    c.check(!weight.is_cuda(), "weight", std::string("have shape ") + layout + " on a CUDA device",
+            "one packed for the CPU, " + to_string(shape_of(weight)));
+    const ScalarType dtype = weight.scalar_type();
+    const int64_t P = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half ? 2 : 1;
+    c.check(weight.size(2) == 16 && weight.size(3) == P, "weight",
+            "be packed in its present dtype (" + to_string(dtype) + ": shape (N / 16, K" + (P == 2 ? " / 2" : "") +
+                ", 16, " + std::to_string(P) + "))",
+            to_string(shape_of(weight)));
+    c.check(weight.is_contiguous(), "weight", "be contiguous when it is packed", "another layout");
+    N = weight.size(0) * 16;
+    K = weight.size(1) * P;
+  }
+};
+
+// What every product has: x (..., K) seen as (M, K), weight (N, K) or packed, bias (N).
 struct Product {
   LinearParams params{};
   Tensor x, weight;
@@ -23,8 +50,7 @@ struct Product {
   Product(const Checker& c, const Tensor& x_in, const Tensor& weight_in, const OptionalTensor& bias_in)
       : x(x_in), weight(weight_in), bias(bias_in) {
     c.check(x.dim() >= 1, "x", "have shape (..., K)", to_string(shape_of(x)));
-    c.rank(weight, "weight", 2, "(N, K)");
-    const int64_t K = weight.size(1), N = weight.size(0);
+    const auto [packed, N, K] = WeightSizes(c, weight, "(N, K)");
     c.check(x.size(x.dim() - 1) == K, "x", "have as last dimension the K of weight (" + std::to_string(K) + ")",
             to_string(shape_of(x)));
     std::vector<std::pair<const char*, const Tensor*>> tensors = {{"x", &x}, {"weight", &weight}};
@@ -39,7 +65,7 @@ struct Product {
     leading.pop_back();
     int64_t M = 1;
     for (const int64_t n : leading) M *= n;
-    weight = unit_last_stride(weight);
+    if (!packed) weight = unit_last_stride(weight);
     if (bias) bias = unit_last_stride(*bias);
     params.dtype = dtype_of(x.scalar_type());
     params.M = M;
@@ -48,6 +74,7 @@ struct Product {
     x = as_rows(x, M, K, params.x_stride);
     params.x = x.const_data_ptr();
     params.weight = weight.const_data_ptr();
+    params.packed = packed;
     params.weight_stride = weight.stride(0);
     params.bias = bias ? bias->const_data_ptr() : nullptr;
   }
@@ -83,12 +110,11 @@ Activation activation_of(const Checker& c, const std::optional<std::string>& nam
 // (H + 2 Hkv) D rows of the fused weight -> D
 int64_t head_dim(const Checker& c, const Tensor& weight, int64_t n_heads, int64_t n_kv_heads) {
   c.heads(n_heads, n_kv_heads);
-  c.rank(weight, "weight", 2, "((n_heads + 2 n_kv_heads) D, C)");
-  const int64_t heads = n_heads + 2 * n_kv_heads;
-  c.check(weight.size(0) > 0 && weight.size(0) % heads == 0, "weight",
+  const int64_t rows = WeightSizes(c, weight, "((n_heads + 2 n_kv_heads) D, C)").N, heads = n_heads + 2 * n_kv_heads;
+  c.check(rows > 0 && rows % heads == 0, "weight",
           "have a positive multiple of n_heads + 2 n_kv_heads (" + std::to_string(heads) + ") rows",
           to_string(shape_of(weight)));
-  return weight.size(0) / heads;
+  return rows / heads;
 }
 
 }  // namespace
