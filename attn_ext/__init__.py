@@ -21,12 +21,14 @@ from attn_ext.ops import (
     attention,
     attention_varlen,
     copy_blocks,
+    layer_norm,
     linear,
     masked_softmax,
     merge_attention,
     paged_attention,
     qkv_projection,
     qkv_projection_to_cache,
+    rms_norm,
 )
 
 __version__ = _C.version
@@ -45,6 +47,7 @@ __all__ = [
     "backends",
     "build_info",
     "copy_blocks",
+    "layer_norm",
     "linear",
     "masked_softmax",
     "merge_attention",
@@ -53,6 +56,7 @@ __all__ = [
     "qkv_projection",
     "qkv_projection_to_cache",
     "reference",
+    "rms_norm",
     "use_backend",
     *_SUBMODULES,
 ]
