@@ -21,6 +21,7 @@ from attn_ext.ops import (
     attention,
     attention_varlen,
     copy_blocks,
+    layer_norm,
     linear,
     masked_softmax,
     merge_attention,
@@ -28,6 +29,7 @@ from attn_ext.ops import (
     paged_attention,
     qkv_projection,
     qkv_projection_to_cache,
+    rms_norm,
     unpack_weight,
 )
 
@@ -47,6 +49,7 @@ __all__ = [
     "backends",
     "build_info",
     "copy_blocks",
+    "layer_norm",
     "linear",
     "masked_softmax",
     "merge_attention",
@@ -56,6 +59,7 @@ __all__ = [
     "qkv_projection",
     "qkv_projection_to_cache",
     "reference",
+    "rms_norm",
     "unpack_weight",
     "use_backend",
     *_SUBMODULES,

@@ -1,8 +1,8 @@
 """How the ops behave under autograd and autocast; the same for every op and device.
 
 Gradients are not implemented: an input that requires grad, in grad mode, is an error rather than a silent detach.
-Autocast casts the tensors of a matrix product to the autocast dtype, as torch does for its own, and what goes to or
-meets a KV cache to the dtype of the cache.
+Autocast casts the tensors of a matrix product to the autocast dtype, as torch does for its own, what goes to or
+meets a KV cache to the dtype of the cache, and the weight and bias of a norm to the dtype of what is normed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ _AUTOCAST = {
     "linear": (("x", "weight", "bias", "residual"), "autocast"),
     "qkv_projection": (("x", "weight", "bias"), "autocast"),
     "qkv_projection_to_cache": (("x", "weight", "bias"), "key_cache"),
+    "rms_norm": (("weight",), "x"),
+    "layer_norm": (("weight", "bias"), "x"),
     "attention": (("q", "k", "v"), "autocast"),
     "attention_varlen": (("q", "k", "v"), "autocast"),
     "paged_attention": (("q",), "key_cache"),

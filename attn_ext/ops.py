@@ -26,6 +26,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "copy_blocks",
+    "layer_norm",
     "linear",
     "masked_softmax",
     "merge_attention",
@@ -33,6 +34,7 @@ __all__ = [
     "paged_attention",
     "qkv_projection",
     "qkv_projection_to_cache",
+    "rms_norm",
     "unpack_weight",
 ]
 
@@ -268,6 +270,65 @@ def _(x, weight, bias, key_cache, value_cache, slot_mapping, *, n_heads, n_kv_he
     n = _must_be_fused_weight(op, x, weight, bias, n_heads, n_kv_heads)
     _must_share_dtype(op, x=x, key_cache=key_cache, value_cache=value_cache)
     return x.new_empty((*x.shape[:-1], n_heads, n // (n_heads + 2 * n_kv_heads)))
+
+
+# --------------------------------------------------------------------------------------------------- norms
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich, arXiv 1910.07467).
+
+    Args:
+        x: (..., C).
+        weight: (C), dtype of x.
+        eps: at least 0.
+    Returns:
+        the shape and dtype of x, contiguous, rounded once. A NaN or inf stays in its row.
+
+    >>> import torch, attn_ext
+    >>> attn_ext.rms_norm(torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.ones(4), eps=0.0)
+    tensor([[1.2000, 1.6000, 0.0000, 0.0000]])
+    """
+    return _ops.rms_norm(x, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension (Ba et al., arXiv 1607.06450).
+
+    var is the biased variance, mean((x - mean(x))^2), and is right however far the mean is from 0.
+
+    Args:
+        x: (..., C).
+        weight: (C), dtype of x. bias: (C), dtype of x, or None.
+        eps: at least 0.
+    Returns:
+        the shape and dtype of x, contiguous, rounded once. A NaN or inf stays in its row.
+
+    >>> import torch, attn_ext
+    >>> attn_ext.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.tensor([0.0, 0.5]), eps=0.0)
+    tensor([[-1.0000,  1.5000]])
+    """
+    return _ops.layer_norm(x, weight, bias, eps)
+
+
+def _fake_norm(op, x, weight, bias):
+    _must_share_device(op, x=x, weight=weight, bias=bias)
+    _must_share_dtype(op, x=x, weight=weight, bias=bias)
+    _must(x.dim() >= 1, op, "x", "have shape (..., C)", tuple(x.shape))
+    for name, t in (("weight", weight), ("bias", bias)):
+        _must(t is None or t.shape == x.shape[-1:], op, name, f"have shape ({x.shape[-1]},)",
+              None if t is None else tuple(t.shape))  # fmt: skip
+    return x.new_empty(x.shape)
+
+
+@_fake("rms_norm")
+def _(x, weight, eps=1e-5):
+    return _fake_norm("rms_norm", x, weight, None)
+
+
+@_fake("layer_norm")
+def _(x, weight, bias=None, eps=1e-5):
+    return _fake_norm("layer_norm", x, weight, bias)
 
 
 # ------------------------------------------------------------------------------------------------- softmax

@@ -20,6 +20,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "copy_blocks",
+    "layer_norm",
     "linear",
     "masked_softmax",
     "merge_attention",
@@ -27,6 +28,7 @@ __all__ = [
     "precision",
     "qkv_projection",
     "qkv_projection_to_cache",
+    "rms_norm",
     "rope",
 ]
 
@@ -150,6 +152,40 @@ def qkv_projection_to_cache(
         k = globals()["rope"](k, cos, sin, positions.reshape(k.shape[:-2]))
     append_kv(k.flatten(0, -3), v.flatten(0, -3), key_cache, value_cache, slot_mapping)
     return q.to(_result_dtype(x))
+
+
+# --------------------------------------------------------------------------------------------------- norms
+
+
+def rms_norm(x, weight, eps=1e-5):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; x (..., C), weight (C).
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> reference.rms_norm(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.ones(4), eps=0.0)
+    tensor([1.2000, 1.6000, 0.0000, 0.0000])
+    """
+    c = _compute_dtype(x)
+    v = x.to(c)
+    y = v / torch.sqrt(v.square().mean(-1, keepdim=True) + eps) * weight.to(c)
+    return y.to(_result_dtype(x))
+
+
+def layer_norm(x, weight, bias=None, eps=1e-5):
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension; x (..., C), weight and bias (C).
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> reference.layer_norm(torch.tensor([1.0, 3.0]), torch.ones(2), torch.tensor([0.0, 0.5]), eps=0.0)
+    tensor([-1.0000,  1.5000])
+    """
+    c = _compute_dtype(x)
+    d = x.to(c)
+    d = d - d.mean(-1, keepdim=True)
+    y = d / torch.sqrt(d.square().mean(-1, keepdim=True) + eps) * weight.to(c)
+    if bias is not None:
+        y = y + bias.to(c)
+    return y.to(_result_dtype(x))
 
 
 # ------------------------------------------------------------------------------------------------- softmax

@@ -51,6 +51,19 @@ struct QkvToCacheParams {
   int64_t num_blocks, max_pos;  // what slots and positions stay below; a device checks them where it uses them
 };
 
+// y = (x - mean) / sqrt(mean of squares + eps) * weight + bias over the last dimension
+struct NormParams {
+  DType dtype;  // of every tensor
+  int64_t rows, C;
+  const void* x;  // (rows, C)
+  int64_t x_stride;
+  const void* weight;  // (C)
+  const void* bias;    // (C), or null
+  void* y;             // (rows, C) contiguous
+  double eps;
+  bool centered;  // LayerNorm: mean is that of the row, squares are of x - mean; else (RMSNorm) mean is 0
+};
+
 // out = softmax(scale * scores + mask) over the last dimension, scores (B0, B1, Tq, Tk)
 struct MaskedSoftmaxParams {
   DType dtype;

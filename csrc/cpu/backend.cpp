@@ -9,10 +9,11 @@
 namespace attn_ext {
 namespace {
 
-#define ATTN_EXT_KERNELS(isa)                                                                                          \
-  Kernels {                                                                                                            \
-    isa::linear_workspace, isa::linear, isa::qkv_to_cache_workspace, isa::qkv_to_cache, isa::masked_softmax_workspace, \
-        isa::masked_softmax, isa::attention_workspace, isa::attention, isa::merge_attention                            \
+#define ATTN_EXT_KERNELS(isa)                                                                         \
+  Kernels {                                                                                           \
+    isa::linear_workspace, isa::linear, isa::qkv_to_cache_workspace, isa::qkv_to_cache, isa::norm,    \
+        isa::masked_softmax_workspace, isa::masked_softmax, isa::attention_workspace, isa::attention, \
+        isa::merge_attention                                                                          \
   }
 
 #if defined(__x86_64__)

@@ -11,6 +11,7 @@ struct Kernels {
   void (*linear)(const LinearParams&, const Launch&);
   int64_t (*qkv_to_cache_workspace)(const QkvToCacheParams&, int workers);
   void (*qkv_to_cache)(const QkvToCacheParams&, const Launch&);
+  void (*norm)(const NormParams&, const Launch&);
   int64_t (*masked_softmax_workspace)(const MaskedSoftmaxParams&, int workers);
   void (*masked_softmax)(const MaskedSoftmaxParams&, const Launch&);
   int64_t (*attention_workspace)(const AttentionParams&, int workers);
@@ -24,6 +25,7 @@ struct Kernels {
   void linear(const LinearParams&, const Launch&);                   \
   int64_t qkv_to_cache_workspace(const QkvToCacheParams&, int);      \
   void qkv_to_cache(const QkvToCacheParams&, const Launch&);         \
+  void norm(const NormParams&, const Launch&);                       \
   int64_t masked_softmax_workspace(const MaskedSoftmaxParams&, int); \
   void masked_softmax(const MaskedSoftmaxParams&, const Launch&);    \
   int64_t attention_workspace(const AttentionParams&, int);          \

@@ -18,6 +18,7 @@ struct Launch {
 // Dtypes: float32, bfloat16 and float16 everywhere; append_kv and copy_blocks move elements of any size.
 void linear(const LinearParams&, const Launch&);
 void qkv_to_cache(const QkvToCacheParams&, const Launch&);
+void norm(const NormParams&, const Launch&);
 void masked_softmax(const MaskedSoftmaxParams&, const Launch&);
 int64_t attention_workspace(const AttentionParams&);
 void attention(const AttentionParams&, const Launch&);

@@ -32,6 +32,12 @@ std::string to_string(ScalarType dtype) {
   }
 }
 
+std::string number(double value) {
+  std::ostringstream s;
+  s << value;
+  return s.str();
+}
+
 Shape shape_of(const Tensor& t) {
   const auto sizes = t.sizes();
   return Shape(sizes.begin(), sizes.end());
@@ -53,12 +59,6 @@ ScalarType accumulate_dtype(ScalarType dtype) {
 }
 
 namespace {
-
-std::string number(double value) {
-  std::ostringstream s;
-  s << value;
-  return s.str();
-}
 
 bool is_floating(ScalarType dtype) {
   return dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::Half ||
@@ -201,6 +201,24 @@ void Checker::caches(const Tensor& key_cache, const Tensor& value_cache, Caches 
 Tensor unit_last_stride(const Tensor& t) {
   if (t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1) return t;
   return torch::stable::contiguous(t);
+}
+
+Tensor as_rows(const Tensor& t, int64_t rows, int64_t columns, int64_t& stride) {
+  Tensor u = unit_last_stride(t);
+  stride = columns;
+  int64_t expected = -1;  // stride of dimension i if all leading dimensions are one
+  bool rows_of_one_stride = true;
+  for (int64_t i = u.dim() - 2; i >= 0; --i) {
+    if (u.size(i) == 1) continue;
+    if (expected < 0)
+      stride = u.stride(i);
+    else
+      rows_of_one_stride &= u.stride(i) == expected;
+    expected = u.stride(i) * u.size(i);
+  }
+  if (rows_of_one_stride || rows == 0) return u;
+  stride = columns;
+  return torch::stable::contiguous(u);
 }
 
 std::array<int64_t, 4> broadcast_strides(const Checker& c, const Tensor& t, const char* name,

@@ -22,6 +22,7 @@ using Shape = std::vector<int64_t>;
 
 std::string to_string(const Shape& shape);  // "(2, 3)"
 std::string to_string(ScalarType dtype);    // "float32"
+std::string number(double value);           // "1e-05"
 Shape shape_of(const Tensor& t);
 DType dtype_of(ScalarType dtype);
 ScalarType accumulate_dtype(ScalarType dtype);  // float64 for float64, else float32
@@ -88,6 +89,9 @@ struct Checker {
 
 // t itself where its last dimension has unit stride (or at most one element), else a contiguous copy.
 Tensor unit_last_stride(const Tensor& t);
+
+// t (..., C) as rows of one stride, without a copy where its strides allow it.
+Tensor as_rows(const Tensor& t, int64_t rows, int64_t columns, int64_t& stride);
 
 // Strides of t broadcast to `target`: 0 where t has one element for many. The last `t.dim()` dimensions count; a
 // dimension in `at_least` may also be longer than the target.

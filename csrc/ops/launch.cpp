@@ -64,6 +64,11 @@ void run(const char* op, const Tensor& on, const QkvToCacheParams& p) {
   on_cpu(op, p, kernels.qkv_to_cache_workspace, kernels.qkv_to_cache);
 }
 
+void run(const char* op, const Tensor& on, const NormParams& p) {
+  if (on.is_cuda()) return on_cuda(op, on, p, no_workspace, ATTN_EXT_CUDA_KERNEL(norm));
+  on_cpu(op, p, no_workspace, kernels_for(p.dtype).norm);
+}
+
 void run(const char* op, const Tensor& on, const MaskedSoftmaxParams& p) {
   if (on.is_cuda()) return on_cuda(op, on, p, no_workspace, ATTN_EXT_CUDA_KERNEL(masked_softmax));
   const Kernels& kernels = kernels_for(p.dtype);

@@ -10,6 +10,7 @@ namespace attn_ext::ops {
 // allocator. `on` is a tensor of the op; an error names the op.
 void run(const char* op, const Tensor& on, const LinearParams&);
 void run(const char* op, const Tensor& on, const QkvToCacheParams&);
+void run(const char* op, const Tensor& on, const NormParams&);
 void run(const char* op, const Tensor& on, const MaskedSoftmaxParams&);
 void run(const char* op, const Tensor& on, const AttentionParams&);
 void run(const char* op, const Tensor& on, const MergeAttentionParams&);

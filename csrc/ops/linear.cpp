@@ -78,25 +78,6 @@ struct Product {
     params.weight_stride = weight.stride(0);
     params.bias = bias ? bias->const_data_ptr() : nullptr;
   }
-
-  // t (..., C) as rows of one stride, without a copy where its strides allow it.
-  static Tensor as_rows(const Tensor& t, int64_t rows, int64_t columns, int64_t& stride) {
-    Tensor u = unit_last_stride(t);
-    stride = columns;
-    int64_t expected = -1;  // stride of dimension i if all leading dimensions are one
-    bool rows_of_one_stride = true;
-    for (int64_t i = u.dim() - 2; i >= 0; --i) {
-      if (u.size(i) == 1) continue;
-      if (expected < 0)
-        stride = u.stride(i);
-      else
-        rows_of_one_stride &= u.stride(i) == expected;
-      expected = u.stride(i) * u.size(i);
-    }
-    if (rows_of_one_stride || rows == 0) return u;
-    stride = columns;
-    return torch::stable::contiguous(u);
-  }
 };
 
 Activation activation_of(const Checker& c, const std::optional<std::string>& name) {
@@ -132,7 +113,7 @@ Tensor linear(Tensor x, Tensor weight, OptionalTensor bias, std::optional<std::s
     c.shape(*residual, "residual", shape, "(..., N)");
     c.same_device(x, "x", {{"residual", &*residual}});
     c.same_dtype({{"x", &x}, {"residual", &*residual}});
-    rows = Product::as_rows(*residual, p.M, p.N, p.residual_stride);
+    rows = as_rows(*residual, p.M, p.N, p.residual_stride);
     p.residual = rows.const_data_ptr();
   }
   Tensor y = torch::stable::new_empty(x, shape);

@@ -15,6 +15,8 @@ Tensor qkv_projection(Tensor x, Tensor weight, OptionalTensor bias, int64_t n_he
 Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Tensor key_cache, Tensor value_cache,
                                Tensor slot_mapping, int64_t n_heads, int64_t n_kv_heads, OptionalTensor rope_cos,
                                OptionalTensor rope_sin, OptionalTensor positions);
+Tensor rms_norm(Tensor x, Tensor weight, double eps);
+Tensor layer_norm(Tensor x, Tensor weight, OptionalTensor bias, double eps);
 Tensor masked_softmax(Tensor scores, OptionalTensor mask, bool causal, double scale);
 
 using OutAndLse = std::tuple<Tensor, Tensor>;

@@ -13,6 +13,8 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
       "qkv_projection_to_cache(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) key_cache, Tensor(b!) value_cache, "
       "Tensor slot_mapping, *, int n_heads, int n_kv_heads, Tensor? rope_cos=None, Tensor? rope_sin=None, "
       "Tensor? positions=None) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps=1e-5) -> Tensor");
+  m.def("layer_norm(Tensor x, Tensor weight, Tensor? bias=None, float eps=1e-5) -> Tensor");
   m.def("masked_softmax(Tensor scores, Tensor? mask=None, *, bool causal=False, float scale=1.0) -> Tensor");
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None, int window_left=-1, "
@@ -40,6 +42,8 @@ static void implement(Library& m) {
   m.impl("linear", TORCH_BOX(&ops::linear));
   m.impl("qkv_projection", TORCH_BOX(&ops::qkv_projection));
   m.impl("qkv_projection_to_cache", TORCH_BOX(&ops::qkv_projection_to_cache));
+  m.impl("rms_norm", TORCH_BOX(&ops::rms_norm));
+  m.impl("layer_norm", TORCH_BOX(&ops::layer_norm));
   m.impl("masked_softmax", TORCH_BOX(&ops::masked_softmax));
   m.impl("attention", TORCH_BOX(&ops::attention));
   m.impl("attention_varlen", TORCH_BOX(&ops::attention_varlen));
