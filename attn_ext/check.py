@@ -131,6 +131,9 @@ def _op_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable, Callable]]:
     yield on_both("qkv_projection_to_cache", lambda op: project_to_cache(op, None))
     yield on_both("qkv_projection_to_cache, rope", lambda op: project_to_cache(op, rope))
 
+    yield on_both("rms_norm", lambda op: [op.rms_norm(x, weight[0])])
+    yield on_both("layer_norm", lambda op: [op.layer_norm(x, weight[0], weight[1])])
+
     scores, mask = randn(2, 3, 21, 37), torch.rand(21, 37, generator=generator) > 0.3
     yield on_both("masked_softmax", lambda op: [op.masked_softmax(scores, mask, causal=True, scale=0.7)])
 

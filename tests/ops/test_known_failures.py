@@ -654,6 +654,8 @@ def _gradient_calls():
             {"x": x, "weight": weight, "bias": bias, "key_cache": cache, "value_cache": cache.clone()},
             {"slot_mapping": slots, "n_heads": 2, "n_kv_heads": 1, "rope": (cos, cos, positions)},
         ),
+        "rms_norm": (attn_ext.rms_norm, {"x": x, "weight": x[0]}, {}),
+        "layer_norm": (attn_ext.layer_norm, {"x": x, "weight": x[0], "bias": x[1]}, {}),
         "masked_softmax": (attn_ext.masked_softmax, {"scores": torch.randn(2, 3), "mask": torch.randn(2, 3)}, {}),
         "attention": (attn_ext.attention, {"q": q, "k": k, "v": v, **extra}, {}),
         "attention_varlen": (
@@ -833,6 +835,8 @@ def _device_calls():
         "qkv_projection_to_cache": (
             {"x": x, "weight": weight, "bias": bias, **caches, "slot_mapping": slots}, {"n_heads": 2, "n_kv_heads": 1}
         ),
+        "rms_norm": ({"x": x, "weight": x[0]}, {}),
+        "layer_norm": ({"x": x, "weight": x[0], "bias": x[1]}, {}),
         "masked_softmax": ({"scores": torch.randn(2, 3), "mask": torch.randn(2, 3)}, {}),
         "attention": ({"q": q, "k": k, "v": v, **extra}, {}),
         "attention_varlen": ({"q": q[0], "k": k[0], "v": v[0], "cu_seqlens_q": cu, "cu_seqlens_k": cu, **extra}, {}),

@@ -80,6 +80,12 @@ def test_qkv_projection(layout, dtype):
     _check(attn_ext.qkv_projection, tensors, layout, n_heads=2, n_kv_heads=1, bias=torch.randn(64).to(dtype)[::2])
 
 
+def test_norms(layout, dtype):
+    tensors = {"x": torch.randn(3, 5, 70).to(dtype), "weight": torch.randn(70).to(dtype)}
+    _check(attn_ext.rms_norm, tensors, layout)
+    _check(attn_ext.layer_norm, {**tensors, "bias": torch.randn(70).to(dtype)}, layout)
+
+
 def test_masked_softmax(layout, dtype):
     tensors = {"scores": torch.randn(2, 3, 5, 70).to(dtype), "mask": torch.rand(2, 3, 5, 70) < 0.6}
     if layout not in (in_a_bigger_buffer, every_other, odd_offset):  # those fill with NaN, which no bool is
