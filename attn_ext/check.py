@@ -111,6 +111,7 @@ def _op_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable, Callable]]:
     for activation in (None, "gelu", "gelu_tanh", "silu"):
         name = "linear" if activation is None else f"linear, {activation}"
         yield on_both(name, lambda op, a=activation: [op.linear(x, weight, bias, activation=a, residual=residual)])
+    yield on_both("linear, multiply", lambda op: [op.linear(x, weight, bias, activation="silu", multiply=residual)])
     yield on_both("qkv_projection", lambda op: op.qkv_projection(x, weight, bias, n_heads=h, n_kv_heads=hkv))
 
     def caches(blocks: int) -> list[Tensor]:

@@ -25,7 +25,10 @@ def good() -> dict[str, dict]:
     caches = {"key_cache": randn(6, 4, 2, 8), "value_cache": randn(6, 4, 2, 8)}
     projection = {"x": randn(3, 16), "weight": randn(64, 16), "bias": randn(64), "n_heads": 4, "n_kv_heads": 2}
     return {
-        "linear": {"x": randn(3, 16), "weight": randn(5, 16), "bias": randn(5), "residual": randn(3, 5)},
+        "linear": {
+            "x": randn(3, 16), "weight": randn(5, 16), "bias": randn(5), "residual": randn(3, 5),
+            "multiply": randn(3, 5),
+        },
         "qkv_projection": projection,
         "qkv_projection_to_cache": {
             **projection, **caches, "slot_mapping": ints(3, -1, 9, dtype=INT64),
@@ -72,6 +75,10 @@ BAD = [
     ("linear", {"residual": randn(3, 6)}, "residual"),
     ("linear", {"residual": randn(5)}, "residual"),
     ("linear", {"residual": randn(3, 5, dtype=F16)}, "x and residual"),
+    ("linear", {"multiply": randn(3, 6)}, "multiply"),
+    ("linear", {"multiply": randn(5)}, "multiply"),
+    ("linear", {"multiply": randn(3, 1)}, "multiply"),
+    ("linear", {"multiply": randn(3, 5, dtype=F16)}, "x and multiply"),
     ("linear", {"activation": "relu"}, "activation"),
     ("linear", {"activation": ""}, "activation"),
     ("qkv_projection", {"x": randn(3, 15)}, "x"),

@@ -59,6 +59,7 @@ def _inputs() -> list[tuple[str, tuple, dict]]:
     return [
         ("linear", (x, weight), {}),
         ("linear", (x, weight, bias), {"activation": "gelu", "residual": randn(3, 5, 64)}),
+        ("linear", (x, weight), {"activation": "silu", "multiply": randn(5, 3, 64).transpose(0, 1)}),
         ("linear", (x.transpose(0, 1), weight.T.contiguous().T), {}),
         ("linear", (randn(0, 16), weight), {}),
         ("linear", (x, attn_ext.pack_weight(weight), bias), {}),
@@ -148,7 +149,8 @@ def _layer(x, w_qkv, b_qkv, w_o, residual):
     far = attn_ext.attention(q, k[:, :cut], v[:, :cut], return_lse=True)
     out, _ = attn_ext.merge_attention(*near, *far)
     weights = attn_ext.masked_softmax(q.transpose(1, 2) @ q.transpose(1, 2).transpose(-1, -2), causal=True)
-    return attn_ext.linear(out.flatten(-2), w_o, activation="gelu_tanh", residual=residual), weights
+    gate = attn_ext.linear(out.flatten(-2), w_o)
+    return attn_ext.linear(out.flatten(-2), w_o, activation="gelu_tanh", residual=residual, multiply=gate), weights
 
 
 def _layer_inputs(tokens=6):

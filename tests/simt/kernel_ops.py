@@ -46,14 +46,15 @@ class KernelOps:
 
     # ---- products
 
-    def linear(self, x, weight, bias=None, *, activation=None, residual=None):
+    def linear(self, x, weight, bias=None, *, activation=None, residual=None, multiply=None):
         y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
-        residual = None if residual is None else _rows(residual)
         fields = {"y": y, "y_stride": weight.shape[0], "activation": Activation[activation or "none"]}
-        if residual is not None:
-            fields |= {"residual": residual, "residual_stride": residual.stride(0)}
         inputs, gemm = self._gemm(x, weight, bias)
-        self._call("linear", make("LinearParams", **gemm, **fields), inputs | {"residual": residual}, {"y": y})
+        for name, t in (("residual", residual), ("multiply", multiply)):
+            if t is not None:
+                inputs[name] = rows = _rows(t)
+                fields |= {name: rows, f"{name}_stride": rows.stride(0)}
+        self._call("linear", make("LinearParams", **gemm, **fields), inputs, {"y": y})
         return y
 
     def qkv_projection(self, x, weight, bias=None, *, n_heads, n_kv_heads=None):
