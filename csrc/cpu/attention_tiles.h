@@ -13,9 +13,9 @@
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
-constexpr int64_t kStep = 64;      // keys
-constexpr int64_t kSplit = 512;    // keys
-constexpr int64_t kTileRows = 64;  // query rows
+constexpr int64_t kStep = 64;       // keys
+constexpr int64_t kSplit = 512;     // keys
+constexpr int64_t kTileRows = 128;  // query rows, at most
 
 static_assert(kSplit % kStep == 0);
 
@@ -66,10 +66,10 @@ struct Tiling {
   int64_t tokens;       // in one tile
   int64_t head_chunks;  // tiles needed for the group
 
-  explicit Tiling(const AttentionParams& p) {
+  Tiling(const AttentionParams& p, int64_t rows) {
     group = p.H / p.Hkv;
-    heads = min_of(group, kTileRows);
-    tokens = max_of<int64_t>(1, kTileRows / heads);
+    heads = min_of(group, rows);
+    tokens = max_of<int64_t>(1, rows / heads);
     head_chunks = ceil_div(group, heads);
   }
   int64_t tiles(const AttentionParams& p, int64_t Tq) const { return ceil_div(Tq, tokens) * head_chunks * p.Hkv; }
@@ -107,10 +107,11 @@ Tile tile(const AttentionParams& p, const Tiling& tiling, const int64_t* first_t
   Tile t{};
   t.b = low;
   t.seq = sequence(p, low);
-  const int64_t i = index - first_tile[low], per_token_block = tiling.head_chunks * p.Hkv;
-  t.first_token = i / per_token_block * tiling.tokens;
+  // Tiles of one KV head follow each other: its keys and values stay in cache.
+  const int64_t i = index - first_tile[low], token_blocks = ceil_div(t.seq.Tq, tiling.tokens);
+  t.kv_head = i / (token_blocks * tiling.head_chunks);
+  t.first_token = i / tiling.head_chunks % token_blocks * tiling.tokens;
   t.tokens = min_of(tiling.tokens, t.seq.Tq - t.first_token);
-  t.kv_head = i % per_token_block / tiling.head_chunks;
   const int64_t chunk = i % tiling.head_chunks;
   t.heads = min_of(tiling.heads, tiling.group - chunk * tiling.heads);
   t.first_head = t.kv_head * tiling.group + chunk * tiling.heads;
@@ -129,37 +130,38 @@ struct StepRows {
   const T* v[kStep];
   int64_t count;
 
-  StepRows(const AttentionParams& p, const Tile& t, int64_t first) {
+  void locate(const AttentionParams& p, const Tile& t, int64_t first) {
     count = max_of<int64_t>(0, min_of(kStep, t.seq.Tk - first));
-    if (count == 0) return;
     const T* keys = static_cast<const T*>(p.k) + t.kv_head * p.k_head_stride;
     const T* values = static_cast<const T*>(p.v) + t.kv_head * p.v_head_stride;
     if (!t.seq.blocks) {
-      for (int64_t j = 0; j < count; ++j) {
-        k[j] = keys + t.seq.k_offset + (first + j) * p.k_row_stride;
-        v[j] = values + t.seq.v_offset + (first + j) * p.v_row_stride;
-      }
+      run(p, keys + t.seq.k_offset + first * p.k_row_stride, values + t.seq.v_offset + first * p.v_row_stride, 0,
+          count);
       return;
     }
     int64_t page = first / p.block_size, token = first % p.block_size;
-    for (int64_t j = 0; j < count; ++j) {
-      k[j] = keys + t.seq.blocks[page] * p.k_batch_stride + token * p.k_row_stride;
-      v[j] = values + t.seq.blocks[page] * p.v_batch_stride + token * p.v_row_stride;
-      if (++token == p.block_size) {
-        token = 0;
-        ++page;
-      }
+    for (int64_t j = 0; j < count; ++page, token = 0) {
+      const int64_t end = min_of(count, j + p.block_size - token), block = t.seq.blocks[page];
+      run(p, keys + block * p.k_batch_stride + token * p.k_row_stride,
+          values + block * p.v_batch_stride + token * p.v_row_stride, j, end);
+      j = end;
+    }
+  }
+  // Keys begin .. end - 1 of the step lie in order.
+  ATTN_INLINE void run(const AttentionParams& p, const T* key, const T* value, int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; ++j) {
+      k[j] = key + (j - begin) * p.k_row_stride;
+      v[j] = value + (j - begin) * p.v_row_stride;
     }
   }
 
-  // Rows of pages lie anywhere, which no hardware prefetcher foresees.
-  void prefetch(int64_t D) const {
-    for (int64_t j = 0; j < count; ++j)
-      for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) {
-        __builtin_prefetch(k[j] + d, 0, 2);
-        __builtin_prefetch(v[j] + d, 0, 2);
-      }
+  // Rows lie far apart, where no hardware prefetcher looks for them.
+  static void prefetch(const T* const (&rows)[kStep], int64_t begin, int64_t end, int64_t D) {
+    for (int64_t j = begin; j < end; ++j)
+      for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(rows[j] + d, 0, 2);
   }
+  void prefetch_keys(int64_t begin, int64_t end, int64_t D) const { prefetch(k, begin, min_of(end, count), D); }
+  void prefetch_values(int64_t begin, int64_t end, int64_t D) const { prefetch(v, begin, min_of(end, count), D); }
 };
 
 template <class A>
@@ -172,9 +174,9 @@ A bias_at(const AttentionParams& p, int64_t offset) {
   }
 }
 
-// Score transform and visibility of row r; an unseen key becomes -inf. Returns the lane-wise maximum.
+// Score transform and visibility of row r; an unseen key becomes -inf.
 template <class A>
-Vec<A> transform_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t first, int64_t count, A* s) {
+void transform_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t first, int64_t count, A* s) {
   const int64_t head = t.head(r), position = t.position(r);
   if (p.softcap > 0) {
     const Vec<A> cap = splat(A(p.softcap));
@@ -201,11 +203,10 @@ Vec<A> transform_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t
         static_cast<const bool*>(p.mask) + t.b * st[0] + head * st[1] + t.token(r) * st[2] + first * st[3];
     for (int64_t j = begin; j < end; ++j) s[j] = row[j * st[3]] ? s[j] : A(-kInf);
   }
-  for (int64_t j = 0; j < begin; ++j) s[j] = A(-kInf);
-  for (int64_t j = end; j < kStep; ++j) s[j] = A(-kInf);
-  Vec<A> max = splat(A(-kInf));
-  for (int64_t j = 0; j < kStep; j += W<A>) max = vmax(max, load(s + j));
-  return max;
+  for (int64_t j = 0; j < kStep; j += W<A>) {
+    const IVec<A> seen = (lane_index<A>() >= splat_index<A>(begin - j)) & (lane_index<A>() < splat_index<A>(end - j));
+    store(s + j, seen ? load(s + j) : splat(A(-kInf)));
+  }
 }
 
 // True when every row of the tile sees every key of the step and the score needs no transform.
@@ -227,7 +228,9 @@ bool step_is_plain(const AttentionParams& p, const Tile& t, int64_t first) {
 //   split_state, total_state     (rows) their softmax states
 //   ld                           stride(D)
 //   load_queries(p, t)           begins tile t
-//   add_step(p, t, first)        adds the keys first .. first + kStep - 1 to split_state and out
+//   begin_split(t)               nothing seen of the split, out is 0
+//   add_step(p, t, first)        adds the keys first .. first + kStep - 1
+//   end_split(p, t)                 leaves the split's state in split_state and out
 
 template <class A>
 void clear(const Tile& t, int64_t ld, SoftmaxState<A>* state, A* out) {
@@ -238,10 +241,11 @@ void clear(const Tile& t, int64_t ld, SoftmaxState<A>* state, A* out) {
 // State and weighted values over the keys of split number `split`.
 template <class Scratch>
 void attend_split(const AttentionParams& p, const Tile& t, int64_t split, Scratch& s) {
-  clear(t, s.ld, s.split_state, s.out);
+  s.begin_split(t);
   const int64_t begin = max_of(split * kSplit, t.key_begin / kStep * kStep);
   const int64_t end = min_of((split + 1) * kSplit, t.key_end);
   for (int64_t first = begin; first < end; first += kStep) s.add_step(p, t, first);
+  s.end_split(p, t);
 }
 
 // total = total merged with (state, out)
@@ -278,7 +282,13 @@ struct Plan {
   int64_t max_splits = 0;  // of any tile
   bool share_splits;       // too few tiles to keep the workers busy: splits become tasks of their own
 
-  Plan(const AttentionParams& p, int workers) : tiling(p) {
+  Plan(const AttentionParams& p, int workers) : tiling(p, kTileRows) {
+    const auto count = [&] {
+      int64_t sum = 0;
+      for (int64_t b = 0; b < p.B; ++b) sum += tiling.tiles(p, sequence(p, b).Tq);
+      return sum;
+    };
+    if (count() < 8 * workers) tiling = Tiling(p, kTileRows / 2);  // shared evenly rather than packed once for more
     for (int64_t b = 0; b < p.B; ++b) {
       const Sequence s = sequence(p, b);
       tiles += tiling.tiles(p, s.Tq);
