@@ -17,7 +17,9 @@ class Engine:
             model, num_blocks=max_seqs * -(-max_len // 16), max_seqs=max_seqs, max_batch_tokens=max_seqs * max_len,
             prefix_cache=False,
         )  # fmt: skip
-        self.version = f"attn_ext {attn_ext.__version__}, backend {attn_ext.active_backend()}, torch {torch.__version__}"
+        self.version = (
+            f"attn_ext {attn_ext.__version__}, backend {attn_ext.active_backend()}, torch {torch.__version__}"
+        )
 
     def generate(self, prompts, n, step):
         params = generate.SamplingParams(max_new_tokens=n, temperature=0)

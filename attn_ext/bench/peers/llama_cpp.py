@@ -101,8 +101,7 @@ class Engine:
         params.n_batch = max_seqs * max_len
         params.n_seq_max = max_seqs
         params.n_threads = params.n_threads_batch = threads
-        kv = {"bfloat16": llama_cpp.GGML_TYPE_BF16, "float32": llama_cpp.GGML_TYPE_F32}[dtype]
-        params.type_k = params.type_v = kv
+        params.type_k = params.type_v = {"bfloat16": 30, "float32": 0}[dtype]  # GGML_TYPE_BF16, GGML_TYPE_F32
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError("llama.cpp cannot make a context")

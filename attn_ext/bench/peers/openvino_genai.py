@@ -32,9 +32,7 @@ class Engine:
         scheduler.enable_prefix_caching = False
         hint = {"bfloat16": ov.Type.bf16, "float32": ov.Type.f32}[dtype]
         options = {"INFERENCE_PRECISION_HINT": hint, "KV_CACHE_PRECISION": hint, "INFERENCE_NUM_THREADS": threads}
-        self.pipe = genai.ContinuousBatchingPipeline(
-            str(converted), scheduler, "CPU", options, {}
-        )
+        self.pipe = genai.ContinuousBatchingPipeline(str(converted), scheduler, "CPU", options, {})
         self.version = f"openvino_genai {genai.__version__.split('-')[0]}, continuous batching"
         self.requests = 0
 
