@@ -45,12 +45,10 @@ def bench(
     ] = None,
     threads: Threads = None,
 ) -> None:
-    """Time each op against torch, and models against other engines, in turns on fresh data, with the machine's limits."""
+    """Time each op against torch and models against other engines: in turns, on fresh data, beside machine limits."""
     set_threads(threads)
-    import torch
-
     from attn_ext import bench as measure
-    from attn_ext.bench import report
+    from attn_ext.bench.models import EngineFailed
 
     wanted = list(op or ())
     if plot is not None and "growth" not in wanted:
@@ -61,6 +59,28 @@ def bench(
         if name not in (*measure.OPS, *STUDIES):
             raise UserError(f"op must be one of {', '.join((*measure.OPS, *STUDIES))}, got {name!r}")
     peers = _peers(peer)
+
+    try:
+        data, curves = _measure(wanted, peers, quick)
+    except (measure.WrongResult, EngineFailed) as error:
+        raise UserError(str(error)) from error
+    if plot is not None:
+        _plot(curves, plot)
+    for target, text in ((json_file, lambda: json.dumps(data, indent=1) + "\n"), (markdown_file, lambda: _md(data))):
+        if target == "-":
+            sys.stdout.write(text())
+        elif target is not None:
+            Path(target).write_text(text(), encoding="utf-8")
+    if "-" not in (json_file, markdown_file):
+        _print(data)
+
+
+def _measure(wanted: list[str], peers: dict[str, str], quick: bool) -> tuple[dict, list]:
+    """Everything that is wanted -> the results as plain data, and the growth curves."""
+    import torch
+
+    from attn_ext import bench as measure
+    from attn_ext.bench import report
 
     rows, models, curves, memory, seconds = [], [], [], None, 1.0 if quick else 4.0
     with torch.no_grad(), _status() as say:
@@ -87,16 +107,7 @@ def bench(
             memory = _memory(torch.get_num_threads())
         if ops:
             limits = limits.best_of(measure.measure_limits(seconds))
-    data = report.results(report.describe_machine(limits, cpu_name()), rows, limits, models, curves, memory)
-    if plot is not None:
-        _plot(curves, plot)
-    for target, text in ((json_file, lambda: json.dumps(data, indent=1) + "\n"), (markdown_file, lambda: _md(data))):
-        if target == "-":
-            sys.stdout.write(text())
-        elif target is not None:
-            Path(target).write_text(text(), encoding="utf-8")
-    if "-" not in (json_file, markdown_file):
-        _print(data)
+    return report.results(report.describe_machine(limits, cpu_name()), rows, limits, models, curves, memory), curves
 
 
 def _md(data: dict) -> str:
@@ -161,7 +172,7 @@ def _print(data: dict) -> None:
         out.print()
         out.print(_table(report.OP_COLUMNS, lines, words=3))
         out.print(
-            "data: what a call must read and write; >LLC: more than the last-level cache holds.  ms: median ± half the"
+            "data: what a call must read and write; * more than the last-level cache holds.  ms: median ± half the"
             " distance\nbetween the quartiles.  x torch: its time over ours, calls side by side.  limit: the least time"
             " that the measured\nlimits allow, over ours.  rejected: rounds during which the machine was disturbed.",
             style="dim",
@@ -173,8 +184,8 @@ def _print(data: dict) -> None:
         out.print()
         out.print(_table(report.MODEL_COLUMNS, lines, words=4))
         out.print(
-            "prompts of 512 random tokens.  decode: one step.  x ours: the peer's time over ours.  same tokens: share of"
-            " the greedy\ntokens before the first that differs from ours.",
+            "prompts of 512 random tokens.  decode: one step.  x ours: the peer's time over ours.  same tokens: share"
+            " of the\ngreedy tokens before the first that differs from ours.",
             style="dim",
         )
         for version in dict.fromkeys(v for row in data["models"] for v in row["versions"].values()):

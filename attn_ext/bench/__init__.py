@@ -23,9 +23,12 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from attn_ext.bench.machine import Limits, measure_limits
-from attn_ext.bench.timer import Case, Guard, Timing, alternate, quartiles, take_turns
+from attn_ext.bench.timer import Case, Guard, Timing, WrongResult, alternate, quartiles, take_turns
 
-__all__ = ["OPS", "Case", "Guard", "Limits", "Row", "Timing", "alternate", "measure_limits", "run", "take_turns"]
+__all__ = [
+    "OPS", "Case", "Guard", "Limits", "Row", "Timing", "WrongResult", "alternate", "measure_limits", "run",
+    "take_turns",
+]  # fmt: skip
 
 # Op name -> the module here that lists its cases.
 OPS = {

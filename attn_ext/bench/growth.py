@@ -1,7 +1,7 @@
 """Does time grow as theory says? One size of an op is swept, and the exponent of its time is fitted.
 
-Attention over a prompt does work in proportion to T², decode to the length of the context, both to batch and heads, and
-threads should divide it. Fixed costs flatten the small end of each curve, so the fit takes the larger half of the sizes.
+Attention over a prompt does work in proportion to T², decode to the length of the context, both to batch and heads,
+and threads should divide it. Fixed costs flatten the small end of each curve, so the fit takes the larger half of it.
 """
 
 from __future__ import annotations

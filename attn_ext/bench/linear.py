@@ -23,7 +23,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
             for packed in (False, True):
                 yield Case(
                     op="linear",
-                    shape=f"({m},{k}) x ({n},{k}){' packed' if packed else ''}",
+                    shape=f"{m} x {k} x {n}{' packed' if packed else ''}",
                     dtype=dtype,
                     make=lambda m=m, dtype=dtype: make(m, dtype),
                     candidates={

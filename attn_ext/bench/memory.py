@@ -31,9 +31,9 @@ class KVMemory:
 
 
 def kv_memory(sequences: int = 64, longest: int = 2048, block_size: int = 16, seed: int = 0) -> KVMemory:
-    """Fill a `PagedKVCache` with sequences of mixed lengths (log-uniform from 16 to `longest`), SmolLM2's heads, bfloat16.
+    """Fill a `PagedKVCache` with sequences of mixed lengths, log-uniform from 16 to `longest`.
 
-    The cache holds one layer; bytes are those of all 30.
+    The heads are SmolLM2's, in bfloat16. The cache holds one layer; bytes are those of all 30.
 
     >>> from attn_ext.bench.memory import kv_memory
     >>> memory = kv_memory(8, 256)
@@ -94,7 +94,8 @@ engine = generate.Engine(model, num_blocks=40)
 engine.submit(list(range(3, 515)), generate.SamplingParams(max_new_tokens=16, temperature=0))
 engine.run()
 weights = sum(p.numel() * p.element_size() for p in [*model.parameters(), *model.buffers()])
-print(json.dumps(dict(weights=weights, imported=imported, load_peak=load_peak, loaded=loaded, run_peak=status("VmHWM"))))
+sizes = dict(weights=weights, imported=imported, load_peak=load_peak, loaded=loaded, run_peak=status("VmHWM"))
+print(json.dumps(sizes))
 """
 
 

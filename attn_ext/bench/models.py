@@ -21,9 +21,13 @@ from attn_ext.bench.directories import MODELS, model_directory
 from attn_ext.bench.peers import Unavailable, Worker
 from attn_ext.bench.timer import Guard, Timing, quartiles
 
-__all__ = ["ModelRow", "compare_models"]
+__all__ = ["EngineFailed", "ModelRow", "compare_models"]
 
 PROMPT, SEQUENCES = 512, (1, 8)
+
+
+class EngineFailed(RuntimeError):
+    """Our own engine does not run, or one ended in the middle."""
 
 
 @dataclass
@@ -114,7 +118,7 @@ def _compare(model, directory, dtype, peers, quick, threads, guard, say, log) ->
                 workers[name] = worker
             except Unavailable as error:
                 if name == "attn_ext":
-                    raise RuntimeError(f"bench model: {model} {dtype}: {error}") from error
+                    raise EngineFailed(f"bench model: {model} {dtype}: {error}") from error
                 skipped[name] = str(error)
         for count in SEQUENCES:
             rounds = 2 if quick else 5 if count == 1 else 3
@@ -125,16 +129,19 @@ def _compare(model, directory, dtype, peers, quick, threads, guard, say, log) ->
             )  # fmt: skip
 
 
-def _measure(workers, count, rounds, new, prompts, guard) -> dict[str, EngineTimes]:
+def _measure(workers, count, rounds, new, prompts, guard, pause: float = 0.3) -> dict[str, EngineTimes]:
     """`rounds` rounds in which every engine gets the same prompts; disturbed ones are repeated, at most as often."""
     order, kept, taken = list(workers), [], 0
     while len(kept) < rounds and taken < 2 * rounds:
         batch, samples, before = prompts(count), {}, guard()
         calm = True
         for name in order:
-            time.sleep(0.3)  # threads of the engine before may still be spinning
+            time.sleep(pause)  # threads of the engine before may still be spinning
             before = guard()
-            tokens, seconds = workers[name].generate(batch, new)
+            try:
+                tokens, seconds = workers[name].generate(batch, new)
+            except Unavailable as error:
+                raise EngineFailed(f"bench model: {name}: {error}") from error
             calm = calm and guard.accepts(max(before, guard()))
             samples[name] = (tokens, seconds[0], statistics.median(seconds[1:]))
         order.reverse()

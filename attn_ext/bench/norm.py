@@ -29,7 +29,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
             for rows in (8, 1024):
                 yield Case(
                     op=op,
-                    shape=f"({rows},{width})",
+                    shape=f"{rows} x {width}",
                     dtype=dtype,
                     make=lambda rows=rows, dtype=dtype: tuple(
                         torch.randn(*shape).to(dtype) for shape in ((rows, width), (width,), (width,))

@@ -47,7 +47,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
             shape = (batch, tokens, heads, kv_heads, d, dtype)
             yield Case(
                 op="paged_attention",
-                shape=f"B{batch} T{tokens} H{heads}/{kv_heads} D{d} decode",
+                shape=f"B{batch} T{tokens} H{heads}/{kv_heads} D{d}",
                 dtype=dtype,
                 make=lambda shape=shape: _inputs(*shape),
                 candidates={"attn_ext": lambda *a: attn_ext.paged_attention(*a[:5]), "torch": _torch},

@@ -67,19 +67,18 @@ def row_cells(row: dict, machine: dict) -> list[list[str]]:
         rate = f"{row['flops'] / seconds / 1e9:.0f} GFLOP/s"
     megabytes = row["bytes"] / 1e6
     data = f"{megabytes:.0f}" if megabytes >= 10 else f"{megabytes:.2g}"
-    if row["bytes"] > machine["last_level_cache"]:
-        data += " >LLC"
+    data += "*" if row["bytes"] > machine["last_level_cache"] else " "
     taken = ours["calls"] + ours["rejected"]
     lines = []
     for name, ratio in row["ratio"].items():
         low, high = row["ratio_quartiles"][name]
         theirs = milliseconds(row["timings"][name])
-        cells = [theirs if name == "torch" else f"{name} {theirs}", f"{ratio:.2f} ±{(high - low) / 2 / ratio:.0%}"]
+        cells = [theirs, f"{ratio:.2f} ±{(high - low) / 2 / ratio:.0%}"]
         if name == "torch":
             start = [row["op"], row["shape"], row["dtype"], data, milliseconds(ours)]
-            lines.append([*start, *cells, rate, f"{row['share_of_limit']:.0%}", f"{ours['rejected']} of {taken}"])
+            lines.append([*start, *cells, rate, f"{row['share_of_limit']:.0%}", f"{ours['rejected']}/{taken}"])
         else:
-            lines.append(["", "", "", "", "", *cells, "", "", ""])
+            lines.append(["", f"  beside {name}", "", "", "", *cells, "", "", ""])
     return lines
 
 
@@ -121,11 +120,12 @@ def memory_lines(memory: dict) -> list[str]:
     if isinstance(peak, str):
         return [*lines, f"peak memory skipped: {peak}"]
     mb = {key: f"{value / 1e6:.0f} MB" for key, value in peak.items()}
+    factor = (peak["load_peak"] - peak["imported"]) / peak["weights"]
     return [
         *lines,
         f"SmolLM2 in bfloat16: weights {mb['weights']}; the process has {mb['imported']} before, {mb['loaded']} after "
-        f"loading, at most {mb['load_peak']} while loading ({(peak['load_peak'] - peak['imported']) / peak['weights']:.2f}"
-        f" times the weights) and {mb['run_peak']} while running",
+        f"loading, at most {mb['load_peak']} while loading ({factor:.2f} times the weights more) "
+        f"and {mb['run_peak']} while running",
     ]
 
 
@@ -175,5 +175,27 @@ def _table(columns: tuple[str, ...], lines: list[list[str]], text: int) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [list(columns), rule, *lines])
 
 
+BEGIN, END = "<!-- begin: tables of attn-ext bench -->\n", "<!-- end: tables of attn-ext bench -->\n"
+
+
+def insert(page: str, tables: str) -> str:
+    """`page` with `tables` between its markers, in place of what is there.
+
+    >>> insert(f"# Page\\n{BEGIN}old\\n{END}text", "new\\n") == f"# Page\\n{BEGIN}\\nnew\\n\\n{END}text"
+    True
+    """
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{tables}\n{END}{rest.split(END)[1]}"
+
+
+def main(file: str, page: str | None = None) -> None:
+    tables = markdown(json.loads(Path(file).read_text(encoding="utf-8")))
+    if page is None:
+        print(tables, end="")
+    else:
+        path = Path(page)
+        path.write_text(insert(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), end="")
+    main(*sys.argv[1:])

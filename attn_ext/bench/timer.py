@@ -18,17 +18,21 @@ import torch
 
 from attn_ext import _C
 
-__all__ = ["Case", "Guard", "Timing", "alternate", "last_level_cache", "quartiles", "take_turns"]
+__all__ = ["Case", "Guard", "Timing", "WrongResult", "alternate", "last_level_cache", "quartiles", "take_turns"]
+
+
+class WrongResult(RuntimeError):
+    """A candidate's result differs from another's: a fast wrong answer is no answer."""
 
 
 @dataclass
 class Case:
     """One row of the speed table: what is computed, on what, and by whom.
 
-    `make()` returns the inputs of one call as a tuple; each of `candidates` is called as `candidate(*inputs)`, "attn_ext"
-    first, then "torch", then others. `bytes` is what one call must read and write at least once, `flops` what it must
-    multiply and add (2 per multiply-add), each counted once however a candidate goes about it. `traffic` says which
-    bandwidth bounds it: "read", or "copy" for an op that writes about what it reads.
+    `make()` returns the inputs of one call as a tuple; each of `candidates` is called as `candidate(*inputs)`: first
+    "attn_ext", then "torch", then others. `bytes` is what one call must read and write at least once, `flops` what it
+    must multiply and add (2 per multiply-add), each counted once however a candidate goes about it. `traffic` says
+    which bandwidth bounds it: "read", or "copy" for an op that writes about what it reads.
     """
 
     op: str
@@ -135,11 +139,12 @@ def _pool(make: Callable[[], tuple], at_most: int = 1 << 30) -> list[tuple]:
 def take_turns(
     candidates: dict[str, Callable[[int], float]], *, seconds: float, guard: Guard, rounds: int = 7
 ) -> dict[str, Timing]:
-    """Call `candidates` in turn, each giving the seconds of one sample, until `seconds` passed and `rounds` rounds count.
+    """Call `candidates` in turn, until `seconds` have passed and `rounds` rounds count.
 
-    Each is given the number of the sample. The order turns round every time. A round counts as a whole or not at all, so
-    that the i-th sample of one candidate is beside the i-th of the others. Where the machine is disturbed for more than
-    twice `seconds` the best guarded rounds count, and the rest is reported as rejected.
+    Each is given the number of the sample and returns its seconds. The order turns round every time. A round counts as
+    a whole or not at all, so that the i-th sample of one candidate is beside the i-th of the others. Where the machine
+    is disturbed until three times `seconds` have passed, the rounds with the fastest guards count. What does not count
+    is reported as rejected.
 
     >>> from attn_ext.bench import Guard, take_turns
     >>> one = take_turns({"a": lambda i: 1.0, "b": lambda i: 2.0}, seconds=0.0, guard=Guard(1e-5), rounds=3)
@@ -199,11 +204,12 @@ def alternate(case: Case, *, seconds: float, guard: Guard | None = None, rounds:
 
 
 def _require_same_results(case: Case, arguments: tuple) -> None:
-    """A fast wrong answer is no answer. Doubles as the warm-up call."""
+    """Raises WrongResult. Doubles as the warm-up call."""
     results = {name: candidate(*arguments).double() for name, candidate in case.candidates.items()}
     (first, expected), *others = results.items()
     for name, result in others:
         error = ((result - expected).norm() / expected.norm().clamp_min(1e-30)).item()
         limit = {torch.float32: 1e-5, torch.float64: 1e-12}.get(case.dtype, 2e-2)
         if name not in case.unlike and not error <= limit:
-            raise RuntimeError(f"bench {case.op} {case.shape} {case.dtype}: {name} differs from {first} by {error:.1e}")
+            what = f"{case.op} {case.shape} {case.dtype}"
+            raise WrongResult(f"bench {what}: {name} differs from {first} by {error:.1e}")

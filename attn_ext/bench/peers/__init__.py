@@ -28,8 +28,8 @@ class Unavailable(RuntimeError):
 class Worker:
     """One engine with one model loaded, in a process of its own.
 
-    `python` is the interpreter that has the engine's packages. Raises Unavailable with the reason where it does not run.
-    `log` is the file that gets what the engine prints.
+    `python` is the interpreter that has the engine's packages, `log` the file that gets what the engine prints. Raises
+    Unavailable with the reason where it does not run.
     """
 
     def __init__(
@@ -42,10 +42,13 @@ class Worker:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         arguments = (name, directory, dtype, threads, max_seqs, max_len)
         with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [python, str(Path(__file__).with_name("worker.py")), *map(str, arguments)], text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment,
-            )  # fmt: skip
+            try:
+                self._process = subprocess.Popen(
+                    [python, str(Path(__file__).with_name("worker.py")), *map(str, arguments)], text=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment,
+                )  # fmt: skip
+            except OSError as error:
+                raise Unavailable(f"no such interpreter: {python} ({error.strerror})") from error
         answer = self._answer()
         if "unavailable" in answer:
             self.close()

@@ -13,7 +13,7 @@ import vllm
 
 class Engine:
     def __init__(self, directory: str, dtype: str, threads: int, max_seqs: int, max_len: int):
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0-%d" % (threads - 1))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
         self.engine = vllm.LLM(
             directory, dtype=dtype, max_model_len=max_len, max_num_seqs=max_seqs, enable_prefix_caching=False,
             max_num_batched_tokens=max_seqs * max_len, disable_log_stats=True,

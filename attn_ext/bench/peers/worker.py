@@ -5,9 +5,9 @@
 ENGINE is a file beside this one. It has a class `Engine(directory, dtype, threads, max_seqs, max_len)` with
 
     version                     "name 1.2.3", and settings worth knowing
-    generate(prompts, n, step)  greedy: n tokens after each of the prompts (lists of token ids, equally long), end-of-text
-                                being a token like any other; `step()` is called after each step of all sequences, so n
-                                times, the first one after the prompts were read; -> n new tokens per prompt
+    generate(prompts, n, step)  greedy: n tokens after each of the prompts (lists of token ids, equally long), with
+                                end-of-text a token like any other; `step()` is called after each step of all
+                                sequences, so n times, first after the prompts were read; -> n tokens per prompt
 
 Requests and answers are lines of JSON on stdin and on the first stdout; what the engine itself prints goes to stderr.
 A process of its own, because engines bring threads, memory and environment settings that would disturb each other; and
