@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -75,7 +76,7 @@ def test_medians_and_quartiles():
 
 def test_a_wrong_result_is_refused():
     case = copy_case(candidates={"attn_ext": lambda x: x, "torch": lambda x: x * 1.01})
-    with pytest.raises(WrongResult, match="bench copy 8 torch.float32: torch differs from attn_ext by 1.0e-02"):
+    with pytest.raises(WrongResult, match="bench: copy 8 torch.float32: torch differs from attn_ext by 1.0e-02"):
         alternate(case, seconds=0.01, guard=FakeGuard())
     case = copy_case(candidates={"attn_ext": lambda x: x, "torch": lambda x: x * math.nan})
     with pytest.raises(WrongResult, match="by nan"):
@@ -284,7 +285,9 @@ def test_command(tmp_path):
     """One op, quickly, through the command: the results are right, and all three outputs are there."""
     command = [sys.executable, "-m", "attn_ext_cli", "bench", "--quick", "--op", "norm", "--threads", "1"]
     files = ["--json", str(tmp_path / "a.json"), "--markdown", str(tmp_path / "a.md")]
-    result = subprocess.run([*command, *files], capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [*command, *files], capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"}
+    )
     assert result.returncode == 0 and result.stderr == ""
     data = json.loads((tmp_path / "a.json").read_text())
     assert data["machine"]["threads"] == 1 and data["machine"]["bytes_per_s"]["read"] > 1e8

@@ -52,11 +52,16 @@ def _write(directory: Path, config: dict, tensors: dict[str, Tensor], dtype: tor
 
 def _smollm2() -> tuple[dict, dict[str, Tensor]]:
     import gguf
+    import numpy as np
 
     from attn_ext import smollm2
     from attn_ext.loaders.gguf_file import half_split_rows
 
-    reader = gguf.GGUFReader(smollm2.fetch())
+    class Reader(gguf.GGUFReader):
+        def __setattr__(self, name, value):  # a plain view of the mapped file, which is faster to cut (gguf_file.py)
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+    reader = Reader(smollm2.fetch())
     field = {name.removeprefix("llama."): f.contents() for name, f in reader.fields.items() if name[:6] == "llama."}
     heads, kv_heads = field["attention.head_count"], field["attention.head_count_kv"]
     names = {

@@ -23,7 +23,7 @@ from attn_ext.bench.timer import Guard, Timing, quartiles
 
 __all__ = ["EngineFailed", "ModelRow", "compare_models"]
 
-PROMPT, SEQUENCES = 512, (1, 8)
+PROMPT, SEQUENCES = 512, (1, 8)  # a quick run: one sequence
 
 
 class EngineFailed(RuntimeError):
@@ -82,7 +82,7 @@ def compare_models(
     say: Callable[[str], None] = lambda text: None,
     log: Path | None = None,
 ) -> Iterator[ModelRow]:
-    """Measure every model in bfloat16 and float32 (`quick`: SmolLM2 in bfloat16 only), a row per number of sequences.
+    """Measure every model in bfloat16 and float32, a row per number of sequences; `quick`: SmolLM2, bfloat16, one.
 
     peers: engine -> the Python interpreter that has its packages. `say` is told what is going on; `log` gets what the
     engines print.
@@ -97,8 +97,8 @@ def compare_models(
 
 
 def _compare(model, directory, dtype, peers, quick, threads, guard, say, log) -> Iterator[ModelRow]:
-    new = 9 if quick else 17
-    options = {"threads": threads, "max_seqs": max(SEQUENCES), "max_len": PROMPT + 2 * new, "log": log}
+    new, sequences = (9, SEQUENCES[:1]) if quick else (17, SEQUENCES)
+    options = {"threads": threads, "max_seqs": max(sequences), "max_len": PROMPT + 2 * new, "log": log}
     vocab = 49152 if model == "smollm2" else 50257
     draw = random.Random(0)
 
@@ -113,14 +113,14 @@ def _compare(model, directory, dtype, peers, quick, threads, guard, say, log) ->
                 arguments = options if python is None else options | {"python": python}
                 worker = Worker(name, directory, str(dtype).removeprefix("torch."), **arguments)
                 open_workers.callback(worker.close)
-                for count in SEQUENCES:  # what is compiled or allocated first
+                for count in sequences:  # what is compiled or allocated first
                     worker.generate(prompts(count), 2)
                 workers[name] = worker
             except Unavailable as error:
                 if name == "attn_ext":
-                    raise EngineFailed(f"bench model: {model} {dtype}: {error}") from error
+                    raise EngineFailed(f"bench: {model} {dtype}: {error}") from error
                 skipped[name] = str(error)
-        for count in SEQUENCES:
+        for count in sequences:
             rounds = 2 if quick else 5 if count == 1 else 3
             say(f"{model} {dtype}: {count} sequences, {len(workers)} engines in turn")
             yield ModelRow(
@@ -141,7 +141,7 @@ def _measure(workers, count, rounds, new, prompts, guard, pause: float = 0.3) ->
             try:
                 tokens, seconds = workers[name].generate(batch, new)
             except Unavailable as error:
-                raise EngineFailed(f"bench model: {name}: {error}") from error
+                raise EngineFailed(f"bench: {name}: {error}") from error
             calm = calm and guard.accepts(max(before, guard()))
             samples[name] = (tokens, seconds[0], statistics.median(seconds[1:]))
         order.reverse()

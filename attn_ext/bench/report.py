@@ -1,6 +1,8 @@
 """The results as data and as Markdown: the tables of docs/performance.md are printed, not typed.
 
-python -m attn_ext.bench.report results.json        # what `attn-ext bench --json results.json` wrote
+attn-ext bench --json results.json
+python -m attn_ext.bench.report results.json                       # prints the tables
+python -m attn_ext.bench.report results.json docs/performance.md   # puts them between the page's two markers
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def take_turns(
 
     Each is given the number of the sample and returns its seconds. The order turns round every time. A round counts as
     a whole or not at all, so that the i-th sample of one candidate is beside the i-th of the others. Where the machine
-    is disturbed until three times `seconds` have passed, the rounds with the fastest guards count. What does not count
+    is disturbed for three times as long as was planned, the rounds with the fastest guards count. What does not count
     is reported as rejected.
 
     >>> from attn_ext.bench import Guard, take_turns
@@ -167,7 +167,7 @@ def take_turns(
         if passed < seconds or len(taken) < rounds:
             continue
         counted = sum(guard.accepts(slowest) for slowest, _ in taken)
-        if counted >= rounds or passed > 3 * seconds:
+        if counted >= rounds or (passed > 3 * seconds and len(taken) >= 3 * rounds):
             break
     taken.sort(key=lambda entry: entry[0])
     kept = [sample for _, sample in taken[: max(counted, min(rounds, len(taken)))]]
@@ -212,4 +212,4 @@ def _require_same_results(case: Case, arguments: tuple) -> None:
         limit = {torch.float32: 1e-5, torch.float64: 1e-12}.get(case.dtype, 2e-2)
         if name not in case.unlike and not error <= limit:
             what = f"{case.op} {case.shape} {case.dtype}"
-            raise WrongResult(f"bench {what}: {name} differs from {first} by {error:.1e}")
+            raise WrongResult(f"bench: {what}: {name} differs from {first} by {error:.1e}")
