@@ -3,86 +3,211 @@
 from __future__ import annotations
 
 import json
-import platform
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from attn_ext_cli.common import Threads, UserError, command, console, cpu_name, set_threads
 
+STUDIES = ("model", "growth", "memory")
+
 
 @command
 def bench(
-    op: Annotated[list[str] | None, typer.Option(help="Only this op. May be given several times.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Under 30 s, with less steady numbers.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, on stdout.")] = False,
+    op: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only this: linear, norm, attention, paged_attention, masked_softmax; model, growth, memory. May be "
+            "given several times. Default: all ops, and without --quick the models."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Under 40 s: results are checked, numbers less steady.")
+    ] = False,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Machine-readable, to a file, or - for stdout.")
+    ] = None,
+    markdown_file: Annotated[
+        str | None, typer.Option("--markdown", metavar="FILE", help="The tables as Markdown, to a file, or -.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Growth curves as PNG files (implies --op growth).")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Engine to compare models with: transformers, vllm, openvino_genai, llama_cpp, ctranslate2, none, or "
+            "NAME=PYTHON with the interpreter that has its packages. May be given several times. Default: all."
+        ),
+    ] = None,
     threads: Threads = None,
 ) -> None:
-    """Time each op against torch on this machine: medians in turn on fresh data, and the machine's own limits."""
+    """Time each op against torch and models against other engines: in turns, on fresh data, beside machine limits."""
     set_threads(threads)
-    import torch
-
-    import attn_ext
     from attn_ext import bench as measure
+    from attn_ext.bench.models import EngineFailed
+
+    wanted = list(op or ())
+    if plot is not None and "growth" not in wanted:
+        wanted.append("growth")
+    if not wanted:
+        wanted = list(measure.OPS) + ([] if quick else ["model"])
+    for name in wanted:
+        if name not in (*measure.OPS, *STUDIES):
+            raise UserError(f"op must be one of {', '.join((*measure.OPS, *STUDIES))}, got {name!r}")
+    peers = _peers(peer)
 
     try:
-        measured = measure.run(op, quick=quick)
-    except ValueError as error:
+        data, curves = _measure(wanted, peers, quick)
+    except (measure.WrongResult, EngineFailed) as error:
         raise UserError(str(error)) from error
-    rows, seconds = [], 1.0 if quick else 4.0
-    with torch.no_grad(), console(stderr=True).status("measuring this machine's limits") as status:
-        limits = measure.measure_limits(seconds)
-        for row in measured:
+    if plot is not None:
+        _plot(curves, plot)
+    for target, text in ((json_file, lambda: json.dumps(data, indent=1) + "\n"), (markdown_file, lambda: _md(data))):
+        if target == "-":
+            sys.stdout.write(text())
+        elif target is not None:
+            Path(target).write_text(text(), encoding="utf-8")
+    if "-" not in (json_file, markdown_file):
+        _print(data)
+
+
+def _measure(wanted: list[str], peers: dict[str, str], quick: bool) -> tuple[dict, list]:
+    """Everything that is wanted -> the results as plain data, and the growth curves."""
+    import torch
+
+    from attn_ext import bench as measure
+    from attn_ext.bench import report
+
+    rows, models, curves, memory, seconds = [], [], [], None, 1.0 if quick else 4.0
+    with torch.no_grad(), _status() as say:
+        say("measuring this machine's limits")
+        limits, guard = measure.measure_limits(seconds), measure.Guard()
+        ops = [name for name in wanted if name in measure.OPS]
+        for row in measure.run(ops, quick=quick, guard=guard) if ops else ():
             rows.append(row)
-            status.update(f"{len(rows)} rows measured, last: {row.case.op} {row.case.shape}")
-        limits = limits.best_of(measure.measure_limits(seconds))
-    machine = {
-        "attn_ext": attn_ext.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "backend": attn_ext.active_backend(),
-        "read_bytes_per_s": limits.read_bytes_per_s,
-        "flops_per_s": {str(d).removeprefix("torch."): rate for d, rate in limits.flops_per_s.items()},
-    }
-    if as_json:
-        json.dump({"machine": machine, "rows": [row.as_dict(limits) for row in rows]}, sys.stdout, indent=1)
-        print()
-        return
-    _print_table(machine, rows, limits)
+            say(f"{len(rows)} rows measured, last: {row.case.op} {row.case.shape}")
+        if "model" in wanted:
+            from attn_ext.bench.models import compare_models
+
+            count = torch.get_num_threads()
+            models += compare_models(peers, quick=quick, threads=count, guard=guard, say=say)
+        if "growth" in wanted:
+            from attn_ext.bench.growth import measure_growth
+
+            say("growth")
+            for curve in measure_growth(quick=quick):
+                curves.append(curve)
+                say(f"growth: {len(curves)} curves measured, last: {curve.name}")
+        if "memory" in wanted:
+            say("memory")
+            memory = _memory(torch.get_num_threads())
+        if ops:
+            limits = limits.best_of(measure.measure_limits(seconds))
+    return report.results(report.describe_machine(limits, cpu_name()), rows, limits, models, curves, memory), curves
 
 
-def _print_table(machine: dict, rows: list, limits) -> None:
+def _md(data: dict) -> str:
+    from attn_ext.bench.report import markdown
+
+    return markdown(data)
+
+
+def _peers(choices: list[str] | None) -> dict[str, str]:
+    """Engine -> Python interpreter."""
+    from attn_ext.bench.peers import PEERS
+
+    peers = {}
+    for choice in list(PEERS) if choices is None else choices:
+        name, _, python = choice.partition("=")
+        if choice != "none" and name not in PEERS:
+            raise UserError(f"peer must be one of {', '.join(PEERS)} or none, got {name!r}")
+        if choice != "none":
+            peers[name] = str(Path(python).expanduser()) if python else sys.executable
+    return peers
+
+
+def _memory(threads: int) -> dict:
+    from attn_ext.bench import memory
+
+    try:
+        peak = memory.peak_memory(threads)
+    except OSError as error:
+        peak = str(error)
+    return memory.as_dict(memory.kv_memory(), peak)
+
+
+def _plot(curves: list, folder: Path) -> None:
+    from attn_ext.bench.growth import plot_growth
+
+    out = console(stderr=True)
+    try:
+        for path in plot_growth(curves, folder):
+            out.print(f"wrote {path}", soft_wrap=True)
+    except ModuleNotFoundError as error:
+        out.print(f"plots skipped: {error} (pip install 'attn_ext[plot]')", soft_wrap=True)
+
+
+@contextmanager
+def _status():
+    """A line on a terminal that says what is going on; nothing elsewhere."""
+    with console(stderr=True).status("starting") as status:
+        yield status.update
+
+
+# ------------------------------------------------------------------------------------------------------- the tables
+
+
+def _print(data: dict) -> None:
+    from attn_ext.bench import report
+
+    out, machine = console(width=120), data["machine"]
+    for line in report.machine_lines(machine):
+        out.print(line)
+    if data["rows"]:
+        lines = [cells for row in data["rows"] for cells in report.row_cells(row, machine)]
+        out.print()
+        out.print(_table(report.OP_COLUMNS, lines, words=3))
+        out.print(
+            "data: what a call must read and write; * more than the last-level cache holds.  ms: median ± half the"
+            " distance\nbetween the quartiles.  x torch: its time over ours, calls side by side.  limit: the least time"
+            " that the measured\nlimits allow, over ours.  rejected: rounds during which the machine was disturbed.",
+            style="dim",
+        )
+        for name, reason in {pair for row in data["rows"] for pair in row["skipped"].items()}:
+            out.print(f"skipped: {name}: {reason}", style="dim")
+    if data["models"]:
+        lines = [cells for row in data["models"] for cells in report.model_cells(row)]
+        out.print()
+        out.print(_table(report.MODEL_COLUMNS, lines, words=4))
+        out.print(
+            "prompts of 512 random tokens.  decode: one step.  x ours: the peer's time over ours.  same tokens: share"
+            " of the\ngreedy tokens before the first that differs from ours.",
+            style="dim",
+        )
+        for version in dict.fromkeys(v for row in data["models"] for v in row["versions"].values()):
+            out.print(version, style="dim")
+        for what, where in report.model_skips(data["models"]).items():
+            out.print(f"skipped: {what} ({', '.join(where)})", style="dim")
+    if data["growth"]:
+        out.print()
+        out.print(_table(report.GROWTH_COLUMNS, [report.growth_cells(curve) for curve in data["growth"]], words=3))
+        out.print("exponent p of time = c size^p over the larger half of the sizes", style="dim")
+    if "memory" in data:
+        out.print()
+        for line in report.memory_lines(data["memory"]):
+            out.print(line)
+
+
+def _table(columns: tuple[str, ...], lines: list[list[str]], words: int):
     from rich.table import Table
 
-    out = console()
-    out.print(
-        f"{machine['cpu']}, threads: {machine['threads']}, backend {machine['backend']}, torch {machine['torch']}"
-    )
-    rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s {dtype}" for dtype, rate in machine["flops_per_s"].items())
-    out.print(f"measured limits: {machine['read_bytes_per_s'] / 1e9:.1f} GB/s read, {rates} (best matrix product)\n")
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("op", "shape", "dtype", "attn_ext ms", "torch ms", "x torch", "rate", "limit"):
-        table.add_column(name, justify="left" if name in ("op", "shape", "dtype") else "right", no_wrap=name != "shape")
-    for row in rows:
-        case, ours = row.case, row.ours.median
-        by_memory = case.bytes / limits.read_bytes_per_s > case.flops / limits.flops_per_s[case.dtype]
-        rate = f"{case.bytes / ours / 1e9:.1f} GB/s" if by_memory else f"{case.flops / ours / 1e9:.0f} GFLOP/s"
-        table.add_row(
-            case.op, case.shape, str(case.dtype).removeprefix("torch."), _ms(row.ours), _ms(row.torch),
-            f"{row.ratio:.2f}", rate, f"{row.share_of_limit(limits):.0%}",
-        )  # fmt: skip
-    out.print(table)
-    out.print(
-        "\nms: median ± half the distance between the quartiles.  x torch: torch's time over ours."
-        "\nlimit: the least time that the measured limits allow, over ours.",
-        style="dim",
-    )
-
-
-def _ms(timing) -> str:
-    """'0.415 ±2%'"""
-    low, high = timing.spread
-    return f"{1e3 * timing.median:#.3g}".rstrip(".") + f" ±{(high - low) / 2 / timing.median:.0%}"
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i < words or name == "verdict" else "right", no_wrap=name != "verdict")
+    for cells in lines:
+        table.add_row(*cells)
+    return table

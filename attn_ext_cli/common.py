@@ -57,12 +57,12 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def console(*, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False, width: int = 110) -> Console:
     """A rich console: colours on a terminal, plain text of a fixed width in a pipe or file."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else 110
+    width = None if stream.isatty() or "COLUMNS" in os.environ else width
     return Console(stderr=stderr, width=width, highlight=False)
 
 

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "cpu/backend.h"
+#include "ops/probe.h"
 
 void bind_block_allocator(pybind11::module_& m);  // bind_block_allocator.cpp
 
@@ -11,6 +12,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("supported_backends", &attn_ext::supported_backends);
   m.def("active_backend", &attn_ext::active_backend);
   m.def("use_backend", &attn_ext::use_backend, pybind11::arg("name"));
+  m.def("peak_probe", &attn_ext::ops::peak_probe, pybind11::arg("backend"), pybind11::arg("bf16"),
+        pybind11::arg("iterations"));
   m.attr("version") = ATTN_EXT_VERSION;
   m.attr("torch_version") = ATTN_EXT_TORCH_VERSION;
   m.attr("compiler") =

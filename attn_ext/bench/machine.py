@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attn_ext import _C
 from attn_ext.bench.timer import last_level_cache
 
 __all__ = ["Limits", "measure_limits"]
@@ -15,19 +16,29 @@ __all__ = ["Limits", "measure_limits"]
 
 @dataclass
 class Limits:
-    """Read bandwidth in bytes/s, and the highest matrix-product rate in flop/s per dtype."""
+    """Bandwidth in bytes/s, reading and copying (read and written bytes both count), and multiply-adds in flop/s.
 
-    read_bytes_per_s: float
+    The rate of bfloat16 is that of the best instruction that multiplies it: AMX tiles, pairs (vdpbf16ps), or those of
+    float32 after widening. `instructions` names it.
+    """
+
+    bytes_per_s: dict[str, float]  # "read", "copy"
     flops_per_s: dict[torch.dtype, float]
+    instructions: dict[torch.dtype, str]
 
     def best_of(self, other: Limits) -> Limits:
         """Limits measured twice, as before and after a table: a disturbed measurement is too low, never too high."""
         flops = {dtype: max(rate, other.flops_per_s[dtype]) for dtype, rate in self.flops_per_s.items()}
-        return Limits(max(self.read_bytes_per_s, other.read_bytes_per_s), flops)
+        rates = {kind: max(rate, other.bytes_per_s[kind]) for kind, rate in self.bytes_per_s.items()}
+        return Limits(rates, flops, self.instructions)
 
-    def least_seconds(self, nbytes: int, flops: int, dtype: torch.dtype) -> float:
+    def times(self, nbytes: int, flops: int, dtype: torch.dtype, traffic: str = "read") -> tuple[float, float]:
+        """Seconds that the memory and that the arithmetic need at least."""
+        return nbytes / self.bytes_per_s[traffic], flops / self.flops_per_s.get(dtype, self.flops_per_s[torch.float32])
+
+    def least_seconds(self, nbytes: int, flops: int, dtype: torch.dtype, traffic: str = "read") -> float:
         """No call that moves `nbytes` through memory and does `flops` can be faster than this."""
-        return max(nbytes / self.read_bytes_per_s, flops / self.flops_per_s[dtype])
+        return max(self.times(nbytes, flops, dtype, traffic))
 
 
 def _best(call: Callable[[], object], seconds: float) -> float:
@@ -40,26 +51,34 @@ def _best(call: Callable[[], object], seconds: float) -> float:
     return best
 
 
-def measure_limits(seconds: float, n: int = 1024) -> Limits:
-    """Measure for about `seconds`: the sum of a buffer four times the last-level cache, and n x n products.
+def _peak(bf16: bool, seconds: float) -> tuple[float, str]:
+    """The highest rate among the backends that run here, and the name of that backend."""
+    backends, iterations = _C.supported_backends(), 200_000
+    peaks = []
+    for name in backends:
+        if operations := _C.peak_probe(name, bf16, 1):
+            operations *= iterations
+            peaks.append((operations / _best(lambda n=name: _C.peak_probe(n, bf16, iterations), seconds), name))
+    return max(peaks, default=(0.0, ""))
 
-    The products go through torch and through `linear`, and the faster one counts: the true peak of the
-    multiply-add units is at least that.
+
+def measure_limits(seconds: float) -> Limits:
+    """Measure for about `seconds`: multiply-adds in registers on all threads, with every instruction set there is; the
+    sum and the copy of a buffer four times the last-level cache.
 
     >>> import torch
     >>> from attn_ext.bench import measure_limits
-    >>> limits = measure_limits(0.01, n=64)
-    >>> limits.flops_per_s[torch.float32] > 1e6
+    >>> limits = measure_limits(0.01)
+    >>> limits.flops_per_s[torch.bfloat16] >= limits.flops_per_s[torch.float32] > 1e6
     True
     """
-    import attn_ext
-
     buffer = torch.ones(min(4 * last_level_cache(), 1 << 30) // 4)
-    read = buffer.numel() * buffer.element_size() / _best(buffer.sum, seconds / 3)
-    flops = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
-        # (bound early: a closure over a loop variable would see the last one)
-        calls = (lambda a=a, b=b: a @ b.T, lambda a=a, b=b: attn_ext.linear(a, b))
-        flops[dtype] = 2 * n**3 / min(_best(call, seconds / 6) for call in calls)
-    return Limits(read, flops)
+    target, nbytes = torch.empty_like(buffer), buffer.numel() * buffer.element_size()
+    rates = {
+        "read": nbytes / _best(buffer.sum, seconds / 4),
+        "copy": 2 * nbytes / _best(lambda: target.copy_(buffer), seconds / 4),
+    }
+    share = seconds / 4 / len(_C.supported_backends())
+    float32, pairs = _peak(False, share), _peak(True, share)
+    peaks = {torch.float32: float32, torch.bfloat16: max(pairs, float32)}
+    return Limits(rates, {d: p[0] for d, p in peaks.items()}, {d: p[1] for d, p in peaks.items()})

@@ -20,7 +20,7 @@ namespace {
   Kernels {                                                                                           \
     isa::linear_workspace, isa::linear, isa::qkv_to_cache_workspace, isa::qkv_to_cache, isa::norm,    \
         isa::masked_softmax_workspace, isa::masked_softmax, isa::attention_workspace, isa::attention, \
-        isa::merge_attention                                                                          \
+        isa::merge_attention, isa::peak_f32, isa::peak_bf16                                           \
   }
 
 #if defined(__x86_64__)
@@ -138,6 +138,12 @@ void use_backend(const std::string& name) { use(name, "use_backend: name"); }
 void use_backend_of_environment() {
   const char* name = std::getenv("ATTN_EXT_BACKEND");
   if (name && *name) use(name, "ATTN_EXT_BACKEND");
+}
+
+const Kernels& kernels_of(const std::string& name) {
+  for (const Backend* backend : supported())
+    if (name == backend->name) return backend->kernels;
+  throw std::invalid_argument("no backend '" + name + "' on this machine");
 }
 
 const Kernels& kernels_for(DType dtype) {

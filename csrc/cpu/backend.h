@@ -27,6 +27,9 @@ void use_backend(const std::string& name);
 // Takes ATTN_EXT_BACKEND from the environment if it is set. Called once, when the module loads.
 void use_backend_of_environment();
 
+// Kernels of one that runs here; throws std::invalid_argument for another name.
+const Kernels& kernels_of(const std::string& name);
+
 // Kernels for tensors of this type: those of the backend in use, except float64, which only `scalar` computes.
 const Kernels& kernels_for(DType dtype);
 

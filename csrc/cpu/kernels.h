@@ -17,6 +17,10 @@ struct Kernels {
   int64_t (*attention_workspace)(const AttentionParams&, int workers);
   void (*attention)(const AttentionParams&, const Launch&);
   void (*merge_attention)(const MergeAttentionParams&, const Launch&);
+  // The calling thread does `iterations` rounds of multiply-adds in registers -> operations done; 0: no such
+  // instruction.
+  int64_t (*peak_f32)(int64_t iterations);
+  int64_t (*peak_bf16)(int64_t iterations);
 };
 
 #define ATTN_EXT_DECLARE_KERNELS(isa)                                \
@@ -31,6 +35,8 @@ struct Kernels {
   int64_t attention_workspace(const AttentionParams&, int);          \
   void attention(const AttentionParams&, const Launch&);             \
   void merge_attention(const MergeAttentionParams&, const Launch&);  \
+  int64_t peak_f32(int64_t iterations);                              \
+  int64_t peak_bf16(int64_t iterations);                             \
   }
 
 ATTN_EXT_DECLARE_KERNELS(scalar)

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
@@ -12,6 +13,7 @@
 
 #include "cpu/backend.h"
 #include "ops/launch_cuda.h"
+#include "ops/probe.h"
 
 namespace attn_ext::ops {
 namespace {
@@ -51,6 +53,22 @@ void on_cpu(const char* op, const Params& params, const Bytes& bytes, const Kern
 constexpr auto no_workspace = [](const auto&, auto...) { return int64_t(0); };
 
 }  // namespace
+
+int64_t peak_probe(const std::string& backend, bool bf16, int64_t iterations) {
+  struct Work {
+    int64_t (*peak)(int64_t);
+    int64_t iterations;
+    std::atomic<int64_t> operations;
+  };
+  const Kernels& kernels = kernels_of(backend);
+  Work work{bf16 ? kernels.peak_bf16 : kernels.peak_f32, iterations, 0};
+  const auto body = [](void* context, int) {
+    Work& w = *static_cast<Work*>(context);
+    w.operations += w.peak(w.iterations);
+  };
+  run_workers(std::max(1, static_cast<int>(torch::stable::get_num_threads())), body, &work);
+  return work.operations;
+}
 
 void run(const char* op, const Tensor& on, const LinearParams& p) {
   if (on.is_cuda()) return on_cuda(op, on, p, no_workspace, ATTN_EXT_CUDA_KERNEL(linear));
