@@ -25,10 +25,12 @@ from attn_ext.ops import (
     linear,
     masked_softmax,
     merge_attention,
+    pack_weight,
     paged_attention,
     qkv_projection,
     qkv_projection_to_cache,
     rms_norm,
+    unpack_weight,
 )
 
 __version__ = _C.version
@@ -52,11 +54,13 @@ __all__ = [
     "masked_softmax",
     "merge_attention",
     "ops",
+    "pack_weight",
     "paged_attention",
     "qkv_projection",
     "qkv_projection_to_cache",
     "reference",
     "rms_norm",
+    "unpack_weight",
     "use_backend",
     *_SUBMODULES,
 ]

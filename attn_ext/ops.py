@@ -30,10 +30,12 @@ __all__ = [
     "linear",
     "masked_softmax",
     "merge_attention",
+    "pack_weight",
     "paged_attention",
     "qkv_projection",
     "qkv_projection_to_cache",
     "rms_norm",
+    "unpack_weight",
 ]
 
 _ops = torch.ops.attn_ext
@@ -63,13 +65,28 @@ def _must_share_dtype(op, **tensors):
           ", ".join(str(t.dtype) for t in given.values()))  # fmt: skip
 
 
+def _weight_sizes(op, weight):
+    """(N, K) of a plain or packed weight."""
+    if weight.dim() == 4:
+        width = _packed_width(weight.dtype)
+        _must(weight.shape[2] == _PANEL and weight.shape[3] == width, op, "weight",
+              f"be packed in its present dtype ({weight.dtype}: {width} in its last dimension)",
+              tuple(weight.shape))  # fmt: skip
+        return weight.shape[0] * _PANEL, weight.shape[1] * width
+    _must(weight.dim() == 2, op, "weight", "have shape (N, K) or be packed by pack_weight", tuple(weight.shape))
+    return weight.shape[0], weight.shape[1]
+
+
 def _must_be_product(op, x, weight, bias):
+    """-> N"""
     _must_share_device(op, x=x, weight=weight, bias=bias)
     _must_share_dtype(op, x=x, weight=weight, bias=bias)
-    _must(x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1], op, "x",
-          "have as last dimension the K of weight", f"{tuple(x.shape)} and {tuple(weight.shape)}")  # fmt: skip
-    _must(bias is None or bias.shape == weight.shape[:1], op, "bias", f"have shape ({weight.shape[0]},)",
+    n, k = _weight_sizes(op, weight)
+    _must(x.dim() >= 1 and x.shape[-1] == k, op, "x", "have as last dimension the K of weight",
+          f"{tuple(x.shape)} and {tuple(weight.shape)}")  # fmt: skip
+    _must(bias is None or bias.shape == (n,), op, "bias", f"have shape ({n},)",
           None if bias is None else tuple(bias.shape))  # fmt: skip
+    return n
 
 
 def _must_have_heads(op, n_heads, n_kv_heads):
@@ -86,6 +103,58 @@ def _lse_dtype(q):
 
 # ---------------------------------------------------------------------------------------------- projections
 
+_PANEL = 16  # outputs of a panel of a packed weight
+
+
+def _packed_width(dtype):
+    """Neighbours of k that lie together in a packed weight."""
+    return 2 if dtype in (torch.bfloat16, torch.float16) else 1
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A weight (N, K) in the order in which the CPU kernels read it; do it once, when the weight is loaded.
+
+    Every op that takes a weight takes a packed one on the CPU, reads it faster, and gives the same bits. The memory is
+    as large; `unpack_weight` gives the weight back.
+
+    Args:
+        weight: (N, K), N a multiple of 16; K even for bfloat16 and float16.
+    Returns:
+        (N/16, K/P, 16, P), contiguous: panels of 16 outputs, in which P neighbours of k of each output lie together;
+        P is 2 for bfloat16 and float16, else 1. To change the dtype, unpack first: P may differ.
+
+    >>> import torch, attn_ext
+    >>> x, weight = torch.randn(3, 8), torch.randn(32, 8)
+    >>> packed = attn_ext.pack_weight(weight)
+    >>> packed.shape, torch.equal(attn_ext.linear(x, packed), attn_ext.linear(x, weight))
+    (torch.Size([2, 8, 16, 1]), True)
+    """
+    width = _packed_width(weight.dtype)
+    if weight.dim() != 2 or weight.shape[0] % _PANEL or weight.shape[1] % width:
+        raise ValueError(
+            f"pack_weight: weight must have shape (N, K) with N a multiple of {_PANEL}"
+            f"{' and K even' if width == 2 else ''}, got {tuple(weight.shape)}"
+        )
+    n, k = weight.shape
+    return weight.reshape(n // _PANEL, _PANEL, k // width, width).transpose(1, 2).contiguous()
+
+
+def unpack_weight(packed: Tensor) -> Tensor:
+    """The weight (N, K), contiguous, that `pack_weight` has packed.
+
+    >>> import torch, attn_ext
+    >>> weight = torch.randn(32, 8, dtype=torch.bfloat16)
+    >>> torch.equal(attn_ext.unpack_weight(attn_ext.pack_weight(weight)), weight)
+    True
+    """
+    width = packed.shape[-1] if packed.dim() == 4 else 0
+    if width not in (1, 2) or packed.shape[2] != _PANEL:
+        raise ValueError(
+            f"unpack_weight: packed must have shape (N / {_PANEL}, K / P, {_PANEL}, P) with P 1 or 2, "
+            f"got {tuple(packed.shape)}"
+        )
+    return packed.transpose(1, 2).reshape(packed.shape[0] * _PANEL, packed.shape[1] * width)
+
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
@@ -95,7 +164,7 @@ def linear(
 
     Args:
         x: (..., K).
-        weight: (N, K), as torch.nn.Linear stores it.
+        weight: (N, K), as torch.nn.Linear stores it, or packed by `pack_weight`.
         bias: (N) or None.
         activation: None, "gelu" (by erf), "gelu_tanh" or "silu".
         residual: (..., N), added last, or None.
@@ -115,8 +184,8 @@ def linear(
 def _(x, weight, bias=None, *, activation=None, residual=None):
     _must_share_device("linear", x=x, weight=weight, bias=bias, residual=residual)
     _must_share_dtype("linear", x=x, residual=residual)
-    _must_be_product("linear", x, weight, bias)
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    n = _must_be_product("linear", x, weight, bias)
+    y = x.new_empty((*x.shape[:-1], n))
     _must(residual is None or residual.shape == y.shape, "linear", "residual", f"have shape {tuple(y.shape)}",
           None if residual is None else tuple(residual.shape))  # fmt: skip
     return y
@@ -129,7 +198,8 @@ def qkv_projection(
 
     Args:
         x: (..., C).
-        weight: ((n_heads + 2 n_kv_heads) D, C): the rows of W_q, then W_k, then W_v (GPT-2's c_attn, transposed).
+        weight: ((n_heads + 2 n_kv_heads) D, C): the rows of W_q, then W_k, then W_v (GPT-2's c_attn, transposed); or
+            that, packed by `pack_weight`.
         bias: ((n_heads + 2 n_kv_heads) D) or None.
         n_heads: query heads. n_kv_heads: key/value heads, None for as many.
     Returns:
@@ -147,17 +217,18 @@ def qkv_projection(
 
 
 def _must_be_fused_weight(op, x, weight, bias, n_heads, n_kv_heads):
+    """-> N"""
     _must_have_heads(op, n_heads, n_kv_heads)
-    heads = n_heads + 2 * n_kv_heads
-    _must(weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[0] % heads == 0, op, "weight",
+    n, heads = _weight_sizes(op, weight)[0], n_heads + 2 * n_kv_heads
+    _must(n > 0 and n % heads == 0, op, "weight",
           f"have a positive multiple of n_heads + 2 n_kv_heads ({heads}) rows", tuple(weight.shape))  # fmt: skip
-    _must_be_product(op, x, weight, bias)
+    return _must_be_product(op, x, weight, bias)
 
 
 @_fake("qkv_projection")
 def _(x, weight, bias=None, *, n_heads, n_kv_heads):
-    _must_be_fused_weight("qkv_projection", x, weight, bias, n_heads, n_kv_heads)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    n = _must_be_fused_weight("qkv_projection", x, weight, bias, n_heads, n_kv_heads)
+    return x.new_empty((*x.shape[:-1], n))
 
 
 def qkv_projection_to_cache(
@@ -196,9 +267,9 @@ def _(x, weight, bias, key_cache, value_cache, slot_mapping, *, n_heads, n_kv_he
     op = "qkv_projection_to_cache"
     _must_share_device(op, x=x, weight=weight, bias=bias, key_cache=key_cache, value_cache=value_cache,
                        slot_mapping=slot_mapping, cos=rope_cos, sin=rope_sin, positions=positions)  # fmt: skip
-    _must_be_fused_weight(op, x, weight, bias, n_heads, n_kv_heads)
+    n = _must_be_fused_weight(op, x, weight, bias, n_heads, n_kv_heads)
     _must_share_dtype(op, x=x, key_cache=key_cache, value_cache=value_cache)
-    return x.new_empty((*x.shape[:-1], n_heads, weight.shape[0] // (n_heads + 2 * n_kv_heads)))
+    return x.new_empty((*x.shape[:-1], n_heads, n // (n_heads + 2 * n_kv_heads)))
 
 
 # --------------------------------------------------------------------------------------------------- norms
@@ -541,4 +612,4 @@ def _(key_cache, value_cache, block_pairs):
     _must_share_device("copy_blocks", key_cache=key_cache, value_cache=value_cache, block_pairs=block_pairs)
 
 
-_registration.register(__all__)
+_registration.register([name for name in __all__ if name not in ("pack_weight", "unpack_weight")])

@@ -68,6 +68,8 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 def linear(x, weight, bias=None, *, activation=None, residual=None):
     """`activation(x @ weight.T + bias) + residual`; x (..., K), weight (N, K), bias (N), residual (..., N).
 
+    A weight of four dimensions is packed: (N/16, K/P, 16, P).
+
     >>> import torch
     >>> from attn_ext import reference
     >>> x = torch.tensor([[1.0, 2.0]])
@@ -75,6 +77,8 @@ def linear(x, weight, bias=None, *, activation=None, residual=None):
     tensor([[2.5000, 2.0000]])
     """
     c = _compute_dtype(x)
+    if weight.dim() == 4:
+        weight = weight.transpose(1, 2).flatten(2).flatten(0, 1)
     y = x.to(c) @ weight.to(c).T
     if bias is not None:
         y = y + bias.to(c)

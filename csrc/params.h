@@ -12,17 +12,23 @@ namespace attn_ext {
 enum class DType : int32_t { f32, bf16, f16, f64, boolean };
 enum class Activation : int32_t { none, gelu, gelu_tanh, silu };
 
-// y (M, N) = act(x (M, K) @ weight (N, K)^T + bias (N)) + residual (M, N)
+// y (M, N) = act(x (M, K) @ weight (N, K)^T + bias (N)) * multiply (M, N) + residual (M, N)
+//
+// A packed weight is (N / 16, K / P, 16, P), contiguous: panels of 16 outputs, in which P neighbours of k of each
+// output lie together, P = 2 for the 16-bit types and 1 for float32 and float64. It gives the bits of a plain one.
 struct LinearParams {
   DType dtype;  // of every tensor
   int64_t M, N, K;
   const void* x;
   int64_t x_stride;
   const void* weight;
-  int64_t weight_stride;
-  const void* bias;      // or null
-  const void* residual;  // or null
+  bool packed;            // CPU only
+  int64_t weight_stride;  // of an output; unused when packed
+  const void* bias;       // or null
+  const void* residual;   // or null
   int64_t residual_stride;
+  const void* multiply;  // or null
+  int64_t multiply_stride;
   void* y;
   int64_t y_stride;
   Activation activation;

@@ -1,127 +1,201 @@
-// Fused GEMM: y = act(x W^T + bias) + residual, and the QKV projection whose k and v go straight to the cache.
+// Fused GEMM: y = act(x W^T + bias) * multiply + residual, and the QKV projection whose k and v go straight to the
+// cache.
 //
-// x (M, K), W (N, K), both row-major. A task is a block of rows times a group of columns; it widens its part of x
-// and packs W^T in 64-deep pieces that stay in the L1 cache while every row of the block uses them.
-// Each output is a sum over k in blocks of 256, added in ascending order: the same for every M, N and task.
-#include "cpu/gemm.h"
+// x (M, K), W (N, K), row-major or packed in panels of 16 columns (gemm_packed.h). A task is a block of rows times a
+// range of column groups; it widens its rows of x once. Each output is a sum over k in blocks of 256, added in
+// ascending order: the same for every M, N and task, packed or not.
+#include "cpu/gemm_packed.h"
 #include "cpu/kernels.h"
 
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
-constexpr int64_t kDepthBlock = 256;  // k summed in registers and tile before it joins the total
-constexpr int64_t kDepthStep = 64;    // k packed at a time
-constexpr int64_t kPanel = 64;        // columns packed at a time
-constexpr int64_t kMaxRows = 192;     // rows of a task: packing costs 1/192 of a multiplication each
+constexpr int64_t kDepthBlock = 256;              // k summed in registers before it joins the total
+constexpr int64_t kChunk = kMostPanels * kPanel;  // columns multiplied at a time: a group of linear
+constexpr int64_t kTaskRows = 192;                // rows of a task: preparing W costs 1/192 of a multiplication each
 
-static_assert(kDepthBlock % kDepthStep == 0);
+// Columns n .. n + columns - 1 of the product. With a packed weight sums begin at the panel that holds n.
+struct Group {
+  int64_t n, columns;
+  int64_t offset;  // of column n in the sums
+  int64_t padded;  // whole panels that are summed, in columns
+  Group(const LinearParams& p, int64_t n, int64_t columns)
+      : n(n), columns(columns), offset(p.packed ? n % kPanel : 0), padded(round_up(offset + columns, kPanel)) {}
+};
 
-// Scratch of one worker.
-template <class T>
-struct Tile {
-  using A = Accumulate<T>;
-  Element<T>* x;  // (rows, kDepthBlock) part of x, unless x can be used in place
-  A* panel;       // (kDepthStep, kPanel) part of W^T
-  A* block;       // (rows, kPanel) sum over one depth block
-  A* total;       // (rows, columns) result
-  int64_t rows, columns;
+// How the product is cut: into blocks of rows, and ranges of groups of columns.
+struct Plan {
+  int64_t rows, row_blocks;
+  int64_t group_columns, groups, groups_per_task;
+  int64_t tasks;
+  int64_t total_stride;  // of the sums of a group
 
-  static int64_t bytes(int64_t rows, int64_t columns) {
-    const int64_t elements =
-        rows * kDepthBlock + kDepthStep * kPanel + rows * kPanel + rows * round_up(columns, kPanel);
-    return round_up(elements * int64_t(sizeof(A)), 64);
-  }
-  Tile(char* memory, int64_t rows, int64_t columns) : rows(rows), columns(round_up(columns, kPanel)) {
-    panel = reinterpret_cast<A*>(memory);
-    block = panel + kDepthStep * kPanel;
-    total = block + rows * kPanel;
-    x = reinterpret_cast<Element<T>*>(total + rows * this->columns);
+  Plan(const LinearParams& p, int64_t group_columns, int workers) : group_columns(group_columns) {
+    rows = min_of(p.M, kTaskRows);
+    row_blocks = ceil_div(p.M, rows);
+    groups = ceil_div(p.N, group_columns);
+    const bool tiny = p.M * p.N < 256 || p.M * p.N * p.K < 65536;
+    const int64_t wanted = tiny ? 1 : p.M <= kFewRows ? workers : 8 * workers;
+    groups_per_task = min_of(groups, ceil_div(groups * row_blocks, wanted));
+    tasks = ceil_div(groups, groups_per_task) * row_blocks;
+    total_stride = round_up(group_columns + (p.packed ? kPanel - 1 : 0), kChunk);
   }
 };
 
-int64_t task_rows(int64_t M, int64_t columns) {
-  return min_of<int64_t>(M, columns <= kPanel ? kMaxRows : kMaxRows / 3);
-}
-
-// tile.total = rows m.. of x times columns n.. of W^T
+// Scratch of one worker.
 template <class T>
-void multiply(const LinearParams& p, int64_t m, int64_t rows, int64_t n, int64_t columns, const Tile<T>& tile) {
+struct Scratch {
   using A = Accumulate<T>;
-  const T* x = static_cast<const T*>(p.x) + m * p.x_stride;
-  const T* weight = static_cast<const T*>(p.weight) + n * p.weight_stride;
-  for (int64_t r = 0; r < rows; ++r) memset(tile.total + r * tile.columns, 0, size_t(tile.columns) * sizeof(A));
+  A* panels;      // (kDepthBlock, kChunk): a part of W in the form in which it is multiplied
+  A* few;         // (kFewRows, kChunk): sums of one depth block
+  A* total;       // (rows, total_stride): sums of a group
+  Element<T>* x;  // (rows, x_stride), unless x can be used in place
+  int64_t x_stride;
 
-  for (int64_t k0 = 0; k0 < p.K; k0 += kDepthBlock) {
-    const int64_t depth = min_of(kDepthBlock, p.K - k0);
-    const Element<T>* a = tile.x;
-    int64_t lda = kDepthBlock;
-    bool in_place = false;
+  // x is used as it is where products take its elements, and it has a whole number of steps.
+  static bool in_place(const LinearParams& p) {
+    return sizeof(T) == sizeof(Element<T>) && p.K % Product<T>::kPerStep == 0;
+  }
+  static int64_t padded_k(const LinearParams& p) { return round_up(p.K, 64 / int64_t(sizeof(Element<T>))); }
+  static int64_t bytes(const LinearParams& p, const Plan& plan) {
+    const int64_t sums = kDepthBlock * kChunk + kFewRows * kChunk + plan.rows * plan.total_stride;
+    const int64_t elements = in_place(p) ? 0 : plan.rows * padded_k(p);
+    return round_up(sums * int64_t(sizeof(A)) + elements * int64_t(sizeof(Element<T>)), 64);
+  }
+  Scratch(char* memory, const LinearParams& p, const Plan& plan) : x_stride(padded_k(p)) {
+    panels = reinterpret_cast<A*>(memory);
+    few = panels + kDepthBlock * kChunk;
+    total = few + kFewRows * kChunk;
+    x = reinterpret_cast<Element<T>*>(total + plan.rows * plan.total_stride);
+  }
+};
+
+// Rows of x as the product takes them.
+template <class T>
+struct Rows {
+  const Element<T>* x;
+  int64_t stride, count;
+
+  Rows(const LinearParams& p, int64_t m, int64_t count, const Scratch<T>& scratch) : count(count) {
+    const T* from = static_cast<const T*>(p.x) + m * p.x_stride;
     if constexpr (sizeof(T) == sizeof(Element<T>)) {
-      in_place = depth % Product<T>::kPerStep == 0;  // else the last step needs a zero behind the row
-      if (in_place) {
-        a = x + k0;
-        lda = p.x_stride;
+      if (Scratch<T>::in_place(p)) {
+        x = from;
+        stride = p.x_stride;
+        return;
       }
     }
-    if (!in_place)
-      for (int64_t r = 0; r < rows; ++r) convert_row(x + r * p.x_stride + k0, depth, tile.x + r * kDepthBlock);
-    for (int64_t c0 = 0; c0 < columns; c0 += kPanel) {
-      const int64_t valid = min_of(kPanel, columns - c0), padded = round_up(valid, W<A>);
-      const auto row = [&](int64_t i) { return weight + (c0 + i) * p.weight_stride + k0; };
-      if (rows <= kFewRows) {
-        gemm_transposed<T>(rows, valid, depth, a, lda, row, tile.block, kPanel);
-      } else {
-        for (int64_t k1 = 0; k1 < depth; k1 += kDepthStep) {
-          const int64_t piece = min_of(kDepthStep, depth - k1), steps = ceil_div(piece, Product<T>::kPerStep);
-          pack_transposed<T>(valid, piece, [&](int64_t i) { return row(i) + k1; }, tile.panel, kPanel);
-          gemm<T>(rows, padded, steps, a + k1, lda, tile.panel, kPanel, tile.block, kPanel, k1 > 0);
-        }
-      }
-      for (int64_t r = 0; r < rows; ++r) {
-        A* total = tile.total + r * tile.columns + c0;
-        const A* block = tile.block + r * kPanel;
-        for (int64_t c = 0; c < padded; c += W<A>) store(total + c, load(total + c) + load(block + c));
-      }
-    }
+    for (int64_t r = 0; r < count; ++r) convert_row(from + r * p.x_stride, p.K, scratch.x + r * scratch.x_stride);
+    x = scratch.x;
+    stride = scratch.x_stride;
+  }
+};
+
+// to (rows, 16 panels) = or += the rows times `panels` panels of a packed weight from panel p0 on, over one depth
+// block.
+template <class T>
+void add_packed(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t depth, int64_t p0, int64_t panels,
+                const Scratch<T>& scratch, Accumulate<T>* to, int64_t stride) {
+  using A = Accumulate<T>;
+  const int64_t lines = depth / kPerLane<T>, panel_stride = p.K / kPerLane<T> * kPanel;
+  const Panels<T> packed{static_cast<const A*>(p.weight) + p0 * panel_stride + k0 / kPerLane<T> * kPanel, panel_stride};
+  if (kStepsPerLine<T, false> == 1 || rows.count <= kFewRows)
+    return gemm_panels<T, false>(rows.count, panels, lines, rows.x + k0, rows.stride, packed, to, stride, k0 > 0);
+  if constexpr (kStepsPerLine<T, false> == 2) {
+    const Panels<T> widened{scratch.panels, kDepthBlock * kPanel};
+    for (int64_t i = 0; i < panels; ++i)
+      widen_panel<T>(lines, packed.base + i * packed.stride, scratch.panels + i * widened.stride);
+    gemm_panels<T, true>(rows.count, panels, depth, rows.x + k0, rows.stride, widened, to, stride, k0 > 0);
   }
 }
 
-// Runs finish(tile, row, rows, group) on every (block of rows) x (group of columns) of the product.
+// The same for columns n .. n + valid - 1 of a row-major weight.
+template <class T>
+void add_plain(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t depth, int64_t n, int64_t valid,
+               const Scratch<T>& scratch, Accumulate<T>* to, int64_t stride) {
+  using A = Accumulate<T>;
+  const T* weight = static_cast<const T*>(p.weight) + n * p.weight_stride + k0;
+  const auto row = [&](int64_t i) { return weight + i * p.weight_stride; };
+  if (rows.count <= kFewRows) {
+    gemm_transposed<T>(rows.count, valid, depth, rows.x + k0, rows.stride, row, scratch.few, kChunk);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      A* total = to + r * stride;
+      const A* few = scratch.few + r * kChunk;
+      for (int64_t c = 0; c < round_up(valid, W<A>); c += W<A>)
+        store(total + c, k0 > 0 ? load(total + c) + load(few + c) : load(few + c));
+    }
+    return;
+  }
+  const Panels<T> panels{scratch.panels, kDepthBlock * kPanel};
+  for (int64_t c = 0; c < valid; c += kPanel)
+    pack_transposed<T>(
+        min_of<int64_t>(kPanel, valid - c), depth, [&](int64_t i) { return row(c + i); },
+        scratch.panels + c / kPanel * panels.stride, kPanel);
+  gemm_panels<T, true>(rows.count, ceil_div(valid, kPanel), ceil_div(depth, Product<T>::kPerStep), rows.x + k0,
+                       rows.stride, panels, to, stride, k0 > 0);
+}
+
+// scratch.total = the rows times the columns of the group
+template <class T>
+void multiply(const LinearParams& p, const Plan& plan, const Rows<T>& rows, const Group& group,
+              const Scratch<T>& scratch) {
+  for (int64_t c = 0; c < group.padded; c += kChunk) {
+    for (int64_t k0 = 0; k0 < p.K; k0 += kDepthBlock) {
+      const int64_t depth = min_of(kDepthBlock, p.K - k0);
+      if (p.packed)
+        add_packed(p, rows, k0, depth, (group.n + c) / kPanel, min_of(kChunk, group.padded - c) / kPanel, scratch,
+                   scratch.total + c, plan.total_stride);
+      else
+        add_plain(p, rows, k0, depth, group.n + c, min_of(kChunk, group.columns - c), scratch, scratch.total + c,
+                  plan.total_stride);
+    }
+  }
+  if (p.K == 0)
+    for (int64_t r = 0; r < rows.count; ++r)
+      memset(scratch.total + r * plan.total_stride, 0, size_t(group.padded) * sizeof(Accumulate<T>));
+}
+
+// Runs finish(sums, row, group) on every row of every group: the sums of its columns, without the bias.
 template <class T, class Finish>
-void for_each_tile(const LinearParams& p, int64_t group_columns, const Launch& launch, const Finish& finish) {
-  const int64_t block = task_rows(p.M, group_columns);
-  const int64_t blocks = ceil_div(p.M, block), groups = ceil_div(p.N, group_columns);
-  const int64_t bytes = Tile<T>::bytes(block, group_columns);
-  const bool tiny = p.M * p.N < 256 || p.M * p.N * p.K < 65536;
-  Queue queue{0, blocks * groups};
-  run_parallel(launch, tiny ? 1 : queue.total, [&](int worker) {
-    Tile<T> tile(launch.workspace + worker * bytes, block, group_columns);
+void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& launch, const Finish& finish) {
+  const Plan plan(p, group_columns, launch.workers);
+  const int64_t bytes = Scratch<T>::bytes(p, plan);
+  Queue queue{0, plan.tasks};
+  run_parallel(launch, plan.tasks, [&](int worker) {
+    const Scratch<T> scratch(launch.workspace + worker * bytes, p, plan);
     for (int64_t task; queue.take(task);) {
-      const int64_t group = task / blocks, m = (task % blocks) * block, n = group * group_columns;
-      const int64_t rows = min_of(block, p.M - m), columns = min_of(group_columns, p.N - n);
-      multiply<T>(p, m, rows, n, columns, tile);
-      finish(tile, m, rows, group);
+      const int64_t m = task % plan.row_blocks * plan.rows, first = task / plan.row_blocks * plan.groups_per_task;
+      const Rows<T> rows(p, m, min_of(plan.rows, p.M - m), scratch);
+      for (int64_t g = first; g < min_of(plan.groups, first + plan.groups_per_task); ++g) {
+        const int64_t n = g * group_columns;
+        const Group group(p, n, min_of(group_columns, p.N - n));
+        multiply(p, plan, rows, group, scratch);
+        for (int64_t r = 0; r < rows.count; ++r)
+          finish(scratch.total + r * plan.total_stride + group.offset, m + r, group);
+      }
     }
   });
 }
 
-int64_t tiles_workspace(const LinearParams& p, int64_t group_columns, int workers) {
-  const int64_t rows = task_rows(p.M, group_columns);
+int64_t scratch_bytes(const LinearParams& p, int64_t group_columns, int workers) {
   int64_t bytes = 0;
-  dispatch(p.dtype, [&](auto t) { bytes = Tile<decltype(t)>::bytes(rows, group_columns); });
+  dispatch(p.dtype, [&](auto t) { bytes = Scratch<decltype(t)>::bytes(p, Plan(p, group_columns, workers)); });
   return workers * bytes;
 }
 
-// total += bias, for one row
+// Element n of a row, and those after it that fill a vector and are among `lanes`; the other lanes are 0.
 template <class T>
-void add_bias(const LinearParams& p, int64_t n, int64_t columns, Accumulate<T>* total) {
+ATTN_INLINE Vec<Accumulate<T>> load_lanes(const T* p, int64_t lanes) {
+  return lanes >= W<Accumulate<T>> ? load(p) : load_first(p, lanes);
+}
+
+// sums += bias
+template <class T>
+void add_bias(const LinearParams& p, const Group& group, Accumulate<T>* sums) {
   if (!p.bias) return;
-  const T* bias = static_cast<const T*>(p.bias) + n;
-  constexpr int w = W<Accumulate<T>>;
-  for (int64_t c = 0; c < columns; c += w) {
-    const auto b = c + w <= columns ? load(bias + c) : load_first(bias + c, columns - c);
-    store(total + c, load(total + c) + b);
-  }
+  const T* bias = static_cast<const T*>(p.bias) + group.n;
+  for (int64_t c = 0; c < group.columns; c += W<Accumulate<T>>)
+    store(sums + c, load(sums + c) + load_lanes(bias + c, group.columns - c));
 }
 
 // ------------------------------------------------------------------------------------------------ linear
@@ -129,22 +203,24 @@ void add_bias(const LinearParams& p, int64_t n, int64_t columns, Accumulate<T>* 
 template <class T>
 void linear_of(const LinearParams& p, const Launch& launch) {
   using A = Accumulate<T>;
-  for_each_tile<T>(p, kPanel, launch, [&](const Tile<T>& tile, int64_t m, int64_t rows, int64_t group) {
-    const int64_t n = group * kPanel, columns = min_of(kPanel, p.N - n);
-    for (int64_t r = 0; r < rows; ++r) {
-      A* total = tile.total + r * tile.columns;
-      add_bias<T>(p, n, columns, total);
-      T* y = static_cast<T*>(p.y) + (m + r) * p.y_stride + n;
-      const T* residual = p.residual ? static_cast<const T*>(p.residual) + (m + r) * p.residual_stride + n : nullptr;
-      for (int64_t c = 0; c < columns; c += W<A>) {
-        const int64_t lanes = min_of<int64_t>(W<A>, columns - c);
-        Vec<A> v = activate<A>(p.activation, load(total + c));
-        if (residual) v += lanes == W<A> ? load(residual + c) : load_first(residual + c, lanes);
-        if (lanes == W<A>)
-          store(y + c, v);
-        else
-          store_first(y + c, v, lanes);
-      }
+  for_each_row<T>(p, kChunk, launch, [&](A* sums, int64_t m, const Group& group) {
+    const auto row = [&](const void* base, int64_t stride) {
+      return base ? static_cast<const T*>(base) + m * stride + group.n : nullptr;
+    };
+    const T *bias = row(p.bias, 0), *factor = row(p.multiply, p.multiply_stride);
+    const T* residual = row(p.residual, p.residual_stride);
+    T* y = static_cast<T*>(p.y) + m * p.y_stride + group.n;
+    for (int64_t c = 0; c < group.columns; c += W<A>) {
+      const int64_t lanes = group.columns - c;
+      Vec<A> v = load(sums + c);
+      if (bias) v += load_lanes(bias + c, lanes);
+      v = activate<A>(p.activation, v);
+      if (factor) v *= load_lanes(factor + c, lanes);
+      if (residual) v += load_lanes(residual + c, lanes);
+      if (lanes >= W<A>)
+        store(y + c, v);
+      else
+        store_first(y + c, v, lanes);
     }
   });
 }
@@ -166,28 +242,25 @@ template <class T>
 void qkv_to_cache_of(const QkvToCacheParams& p, const Launch& launch) {
   using A = Accumulate<T>;
   // A group of columns is one head, so that rotation pairs meet in one tile.
-  for_each_tile<T>(p.gemm, p.D, launch, [&](const Tile<T>& tile, int64_t m, int64_t rows, int64_t head) {
+  for_each_row<T>(p.gemm, p.D, launch, [&](A* values, int64_t token, const Group& group) {
+    const int64_t head = group.n / p.D, slot = p.slot_mapping[token];
     const bool is_q = head < p.H, is_v = head >= p.H + p.Hkv;
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t token = m + r, slot = p.slot_mapping[token];
-      if (!is_q && slot < 0) continue;
-      A* values = tile.total + r * tile.columns;
-      add_bias<T>(p.gemm, head * p.D, p.D, values);
-      if (p.rope_cos && !is_v) {
-        const int64_t position = p.positions[token];
-        rotate(values, p.D, p.rope_cos + position * p.rope_cos_stride, p.rope_sin + position * p.rope_sin_stride);
-      }
-      T* to;
-      if (is_q) {
-        to = static_cast<T*>(p.q) + (token * p.H + head) * p.D;
-      } else {
-        const int64_t* s = is_v ? p.value_strides : p.key_strides;
-        const int64_t kv_head = head - p.H - (is_v ? p.Hkv : 0);
-        to = static_cast<T*>(is_v ? p.value_cache : p.key_cache) + slot / p.block_size * s[0] +
-             slot % p.block_size * s[1] + kv_head * s[2];
-      }
-      store_row(to, values, p.D);
+    if (!is_q && slot < 0) return;
+    add_bias<T>(p.gemm, group, values);
+    if (p.rope_cos && !is_v) {
+      const int64_t position = p.positions[token];
+      rotate(values, p.D, p.rope_cos + position * p.rope_cos_stride, p.rope_sin + position * p.rope_sin_stride);
     }
+    T* to;
+    if (is_q) {
+      to = static_cast<T*>(p.q) + (token * p.H + head) * p.D;
+    } else {
+      const int64_t* s = is_v ? p.value_strides : p.key_strides;
+      const int64_t kv_head = head - p.H - (is_v ? p.Hkv : 0);
+      to = static_cast<T*>(is_v ? p.value_cache : p.key_cache) + slot / p.block_size * s[0] +
+           slot % p.block_size * s[1] + kv_head * s[2];
+    }
+    store_row(to, values, p.D);
   });
 }
 
@@ -195,13 +268,13 @@ void qkv_to_cache_of(const QkvToCacheParams& p, const Launch& launch) {
 
 // ---------------------------------------------------------------------------------------------- launchers
 
-int64_t linear_workspace(const LinearParams& p, int workers) { return tiles_workspace(p, kPanel, workers); }
+int64_t linear_workspace(const LinearParams& p, int workers) { return scratch_bytes(p, kChunk, workers); }
 
 void linear(const LinearParams& p, const Launch& launch) {
   dispatch(p.dtype, [&](auto t) { linear_of<decltype(t)>(p, launch); });
 }
 
-int64_t qkv_to_cache_workspace(const QkvToCacheParams& p, int workers) { return tiles_workspace(p.gemm, p.D, workers); }
+int64_t qkv_to_cache_workspace(const QkvToCacheParams& p, int workers) { return scratch_bytes(p.gemm, p.D, workers); }
 
 void qkv_to_cache(const QkvToCacheParams& p, const Launch& launch) {
   dispatch(p.gemm.dtype, [&](auto t) { qkv_to_cache_of<decltype(t)>(p, launch); });

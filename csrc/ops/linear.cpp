@@ -5,7 +5,34 @@
 namespace attn_ext::ops {
 namespace {
 
-// What every product has: x (..., K) seen as (M, K), weight (N, K), bias (N).
+// The sizes of a weight: (N, K), or (N / 16, K / P, 16, P) as pack_weight lays it out (params.h).
+struct WeightSizes {
+  bool packed;
+  int64_t N, K;
+
+  WeightSizes(const Checker& c, const Tensor& weight, const char* layout) : packed(weight.dim() == 4) {
+    if (!packed) {
+      ATTN_EXT_CHECK(c, weight.dim() == 2, "weight",
+                     std::string("have shape ") + layout + " or be packed by pack_weight", to_string(shape_of(weight)));
+      N = weight.size(0);
+      K = weight.size(1);
+      return;
+    }
+    ATTN_EXT_CHECK(c, !weight.is_cuda(), "weight", std::string("have shape ") + layout + " on a CUDA device",
+                   "one packed for the CPU, " + to_string(shape_of(weight)));
+    const ScalarType dtype = weight.scalar_type();
+    const int64_t P = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half ? 2 : 1;
+    ATTN_EXT_CHECK(c, weight.size(2) == 16 && weight.size(3) == P, "weight",
+                   "be packed in its present dtype (" + to_string(dtype) + ": shape (N / 16, K" +
+                       (P == 2 ? " / 2" : "") + ", 16, " + std::to_string(P) + "))",
+                   to_string(shape_of(weight)));
+    ATTN_EXT_CHECK(c, weight.is_contiguous(), "weight", "be contiguous when it is packed", "another layout");
+    N = weight.size(0) * 16;
+    K = weight.size(1) * P;
+  }
+};
+
+// What every product has: x (..., K) seen as (M, K), weight (N, K) or packed, bias (N).
 struct Product {
   LinearParams params{};
   Tensor x, weight;
@@ -15,8 +42,7 @@ struct Product {
   Product(const Checker& c, const Tensor& x_in, const Tensor& weight_in, const OptionalTensor& bias_in)
       : x(x_in), weight(weight_in), bias(bias_in) {
     ATTN_EXT_CHECK(c, x.dim() >= 1, "x", "have shape (..., K)", to_string(shape_of(x)));
-    c.rank(weight, "weight", 2, "(N, K)");
-    const int64_t K = weight.size(1), N = weight.size(0);
+    const auto [packed, N, K] = WeightSizes(c, weight, "(N, K)");
     ATTN_EXT_CHECK(c, x.size(x.dim() - 1) == K, "x",
                    "have as last dimension the K of weight (" + std::to_string(K) + ")", to_string(shape_of(x)));
     if (bias) c.shape(*bias, "bias", {N}, "(N,)");
@@ -27,7 +53,7 @@ struct Product {
     leading.pop_back();
     int64_t M = 1;
     for (const int64_t n : leading) M *= n;
-    weight = unit_last_stride(weight);
+    if (!packed) weight = unit_last_stride(weight);
     if (bias) bias = unit_last_stride(*bias);
     params.dtype = dtype_of(x.scalar_type());
     params.M = M;
@@ -36,6 +62,7 @@ struct Product {
     x = as_rows(x, M, K, params.x_stride);
     params.x = x.const_data_ptr();
     params.weight = weight.const_data_ptr();
+    params.packed = packed;
     params.weight_stride = weight.stride(0);
     params.bias = bias ? bias->const_data_ptr() : nullptr;
   }
@@ -52,12 +79,11 @@ Activation activation_of(const Checker& c, const std::optional<std::string>& nam
 // (H + 2 Hkv) D rows of the fused weight -> D
 int64_t head_dim(const Checker& c, const Tensor& weight, int64_t n_heads, int64_t n_kv_heads) {
   c.heads(n_heads, n_kv_heads);
-  c.rank(weight, "weight", 2, "((n_heads + 2 n_kv_heads) D, C)");
-  const int64_t heads = n_heads + 2 * n_kv_heads;
-  ATTN_EXT_CHECK(c, weight.size(0) > 0 && weight.size(0) % heads == 0, "weight",
+  const int64_t rows = WeightSizes(c, weight, "((n_heads + 2 n_kv_heads) D, C)").N, heads = n_heads + 2 * n_kv_heads;
+  ATTN_EXT_CHECK(c, rows > 0 && rows % heads == 0, "weight",
                  "have a positive multiple of n_heads + 2 n_kv_heads (" + std::to_string(heads) + ") rows",
                  to_string(shape_of(weight)));
-  return weight.size(0) / heads;
+  return rows / heads;
 }
 
 }  // namespace

@@ -9,6 +9,8 @@ from attn_ext import reference
 
 pytestmark = pytest.mark.usefixtures("backend")
 
+BF16, F16 = torch.bfloat16, torch.float16
+
 # 0, 1, primes, and one less and more than what kernels cut the work into: 6 rows, 16, 32 or 64 columns, 256 terms
 SHAPES = [
     (0, 8, 8), (8, 0, 8), (8, 8, 0), (1, 1, 1), (1, 7, 3), (2, 16, 15), (3, 17, 16), (5, 31, 17), (6, 32, 31),
@@ -120,3 +122,116 @@ def test_nan_stays_in_its_row(dtype):
     assert out[6].isnan().all()
     keep = [i for i in range(13) if i != 6]
     assert_same_bits(out[keep], clean[keep])
+
+
+def takes_packed(backend):
+    return backend not in ("cuda", "simt")
+
+
+def test_nan_in_a_weight_stays_in_its_column(dtype, backend):
+    for m in (1, 13):
+        x, weight = torch.randn(m, 66).to(dtype), torch.randn(48, 66).to(dtype)
+        clean = attn_ext.linear(x, weight)
+        weight[17, 65] = torch.nan
+        keep = [i for i in range(48) if i != 17]
+        for given in (weight, attn_ext.pack_weight(weight)) if takes_packed(backend) else (weight,):
+            out = attn_ext.linear(x, given)
+            assert out[:, 17].isnan().all()
+            assert_same_bits(out[:, keep], clean[:, keep])
+
+
+# ------------------------------------------------------------------------------------------- packed weights
+
+
+@pytest.fixture
+def cpu(backend):
+    """A backend that takes packed weights."""
+    if not takes_packed(backend):
+        pytest.skip("packed weights are for CPU tensors")
+    return backend
+
+
+@pytest.mark.parametrize("m", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 24, 25, 191, 192, 193])
+@pytest.mark.parametrize(("k", "n"), [(2, 16), (64, 48), (254, 64), (256, 80), (258, 112), (770, 144)])
+def test_packed_is_plain_to_the_bit(m, k, n, dtype, cpu):
+    x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+    bias, residual = torch.randn(n).to(dtype), torch.randn(m, n).to(dtype)
+    packed = attn_ext.pack_weight(weight)
+    assert packed.is_contiguous() and packed.nbytes == weight.nbytes
+    assert_same_bits(attn_ext.linear(x, packed), attn_ext.linear(x, weight))
+    options = {"activation": "silu", "residual": residual}
+    assert_same_bits(attn_ext.linear(x, packed, bias, **options), attn_ext.linear(x, weight, bias, **options))
+    assert_same_bits(reference.linear(x, packed, bias), reference.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_packed_on_threads(count, dtype, cpu, threads):
+    for m, k, n in ((1, 300, 720), (8, 600, 720), (150, 300, 208)):
+        x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+        threads(1)
+        expected = attn_ext.linear(x, weight)
+        threads(count)
+        assert_same_bits(attn_ext.linear(x, attn_ext.pack_weight(weight)), expected, f"{(m, k, n)}")
+
+
+def test_packed_without_k(dtype, cpu):
+    packed = attn_ext.pack_weight(torch.empty(32, 0, dtype=dtype))
+    assert_same_bits(attn_ext.linear(torch.randn(3, 0).to(dtype), packed), torch.zeros(3, 32, dtype=dtype))
+
+
+def test_packed_x_of_any_strides(dtype, cpu):
+    wide, weight = torch.randn(13, 2, 67).to(dtype), torch.randn(32, 64).to(dtype)
+    for x in (wide[:, 0, 3:], wide[:, 1, :64], wide[:, :, 1:65].transpose(0, 1), wide[0, 0, :64].expand(9, 64)):
+        assert_same_bits(attn_ext.linear(x, attn_ext.pack_weight(weight)), attn_ext.linear(x.contiguous(), weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, F16, torch.float64])
+def test_pack_and_unpack(dtype):
+    weight = torch.arange(32 * 6).reshape(32, 6).to(dtype)
+    packed = attn_ext.pack_weight(weight)
+    width = packed.shape[-1]
+    assert packed.shape == (2, 6 // width, 16, width) and width == (2 if dtype in (BF16, F16) else 1)
+    for n, k in ((0, 0), (3, 1), (17, 4), (31, 5)):
+        assert packed[n // 16, k // width, n % 16, k % width] == weight[n, k]
+    assert_same_bits(attn_ext.unpack_weight(packed), weight)
+    assert_same_bits(attn_ext.pack_weight(weight.T.contiguous().T), packed)
+    assert attn_ext.unpack_weight(attn_ext.pack_weight(weight[:0])).shape == (0, 6)
+
+
+def test_pack_refuses_other_sizes():
+    for weight in (torch.randn(17, 4), torch.randn(16), torch.randn(1, 16, 4), torch.randn(16, 3, dtype=BF16)):
+        with pytest.raises(ValueError, match=r"^pack_weight: weight must have shape \(N, K\) .*, got \(.*\)$"):
+            attn_ext.pack_weight(weight)
+    for packed in (torch.randn(16, 4), torch.randn(1, 4, 16, 3), torch.randn(1, 4, 8, 1)):
+        with pytest.raises(ValueError, match=r"^unpack_weight: packed must have shape .*, got \(.*\)$"):
+            attn_ext.unpack_weight(packed)
+
+
+def test_packed_errors(cpu):
+    x, weight = torch.randn(3, 8), torch.randn(32, 8)
+    packed = attn_ext.pack_weight(weight)
+    cases = [
+        (x, packed.to(BF16), "linear: weight must be packed in its present dtype .*16, 2.*, got .2, 8, 16, 1."),
+        (x.to(F16), packed.to(F16), "linear: weight must be packed in its present dtype .*16, 2.*, got .2, 8, 16, 1."),
+        (x, attn_ext.pack_weight(weight.to(BF16)).float(), "linear: weight must be packed in its present dtype"),
+        (x.to(BF16), packed, "linear: x and weight must have the same dtype, got"),
+        (x[:, :6], packed, r"linear: x must have as last dimension the K of weight \(8\), got \(3, 6\)"),
+        (x, torch.randn(4, 8, 8, 1), "linear: weight must be packed in its present dtype"),
+        (x, packed.expand(2, 8, 16, 1)[:, ::1].transpose(0, 1).contiguous().transpose(0, 1),
+         "linear: weight must be contiguous when it is packed"),
+        (x, packed[0], r"linear: weight must have shape \(N, K\) or be packed by pack_weight, got \(8, 16, 1\)"),
+    ]  # fmt: skip
+    for given, wrong, message in cases:
+        with pytest.raises(RuntimeError, match=message) as error:
+            attn_ext.linear(given, wrong)
+        assert "\n" not in str(error.value).strip().partition("Exception raised")[0].strip()
+
+
+def test_packed_under_autocast(cpu):
+    """Autocast changes the dtype: between types of one width the weight stays packed; else the error says why."""
+    x, weight = torch.randn(3, 8), torch.randn(32, 8)
+    with torch.autocast("cpu", BF16):
+        out = attn_ext.linear(x, attn_ext.pack_weight(weight.to(F16)))
+        assert_same_bits(out, attn_ext.linear(x, weight.to(F16)))
+        with pytest.raises(RuntimeError, match="linear: weight must be packed in its present dtype"):
+            attn_ext.linear(x, attn_ext.pack_weight(weight))

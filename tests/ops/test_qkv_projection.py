@@ -184,3 +184,29 @@ def test_to_cache_of_no_tokens(dtype):
     )
     assert q.shape == (0, 2, 8)
     assert caches[0].isnan().all() and caches[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("h", "hkv", "d"), [(1, 1, 16), (2, 1, 8), (14, 1, 7), (4, 2, 24), (6, 2, 80), (9, 3, 64), (1, 1, 256)]
+)
+@pytest.mark.parametrize("m", [1, 8, 9, 25])
+def test_packed_is_plain_to_the_bit(h, hkv, d, m, dtype, backend):
+    """Heads that begin inside a panel of 16 too; with and without rotation and bias."""
+    if backend in ("cuda", "simt"):
+        pytest.skip("packed weights are for CPU tensors")
+    c = 300
+    x, weight, bias = _inputs(h, hkv, d, dtype, (m,), c=c)
+    packed = attn_ext.pack_weight(weight)
+    for a, b in zip(*(attn_ext.qkv_projection(x, w, bias, n_heads=h, n_kv_heads=hkv) for w in (weight, packed)),
+                    strict=True):  # fmt: skip
+        assert_same_bits(b, a)
+    slots = torch.randperm(32)[:m]
+    rope = (*_tables(40, d), torch.randint(0, 40, (m,))) if d % 2 == 0 else None
+    for given, turn in ((bias, rope), (None, None)):
+        results = []
+        for w in (weight, packed):
+            caches = new_cache(8, 4, hkv, d, dtype)
+            q = attn_ext.qkv_projection_to_cache(x, w, given, *caches, slots, n_heads=h, n_kv_heads=hkv, rope=turn)
+            results.append((q, *caches))
+        for a, b in zip(*results, strict=True):
+            assert_same_bits(b, a)

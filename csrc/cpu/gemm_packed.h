@@ -1,0 +1,131 @@
+// The product of linear: C (rows, columns) = or += A (rows, k) W^T, with W^T in panels.
+//
+// A panel holds 16 columns. It is (lines, 16 lanes): line i has, in lane n, what column n takes in step i. A weight
+// that was packed when it was loaded is a row of such panels, so that the columns of a panel stream through memory in
+// the order in which they are used. Lanes of 16-bit elements are pairs, elements 2 i and 2 i + 1 of k: AVX512-BF16
+// multiplies them as they are; elsewhere a line is two steps, parted and widened as it is read, or once per task.
+#pragma once
+
+#include "cpu/gemm.h"
+
+namespace attn_ext::ATTN_EXT_ISA {
+namespace {
+
+inline constexpr int kPanel = 16;  // columns of a panel: of the layout, on every instruction set
+
+// Elements of k in a lane of a packed weight.
+template <class T>
+inline constexpr int kPerLane = sizeof(T) == 2 ? 2 : 1;
+
+// A line as it lies in a packed weight of T, when kWidened is false; or lanes of the accumulation type.
+template <class T, bool kWidened>
+inline constexpr int kStepsPerLine = kWidened ? 1 : kPerLane<T> / Product<T>::kPerStep;
+
+// Register block: at most this many vectors of sums, of 32 registers with AVX-512 and 16 elsewhere.
+inline constexpr int kSums = kVectorBytes == 64 ? 24 : 12;
+template <class T>
+inline constexpr int kVectorsPerPanel = kPanel / W<Accumulate<T>>;
+inline constexpr int kMostPanels = 4;
+template <class T>
+inline constexpr int kMostRows = kSums / kVectorsPerPanel<T> / (kVectorBytes == 64 ? 2 : 1);
+
+// Panels beside each other in a block of R rows: as many as there are registers for, 1, 2 or 4.
+template <class T, int R>
+constexpr int panels_of_rows() {
+  int panels = kMostPanels;
+  while (panels > 1 && panels * R * kVectorsPerPanel<T> > kSums) panels /= 2;
+  return panels;
+}
+
+// Panels p = 0, 1, ... of one range of k, at base + p * stride; in lanes.
+template <class T>
+struct Panels {
+  const Accumulate<T>* base;
+  int64_t stride;
+};
+
+template <class T, bool kWidened, int R, int N>
+ATTN_INLINE void panel_block(int64_t lines, const Element<T>* a, int64_t lda, const Panels<T>& b, Accumulate<T>* c,
+                             int64_t ldc, bool accumulate) {
+  using A = Accumulate<T>;
+  constexpr int vectors = kVectorsPerPanel<T>, steps = kStepsPerLine<T, kWidened>;
+  Vec<A> sum[R][N * vectors] = {};
+  for (int64_t i = 0; i < lines; ++i) {
+    Vec<A> line[N * vectors];
+    for (int v = 0; v < N * vectors; ++v)
+      line[v] = load(b.base + v / vectors * b.stride + i * kPanel + v % vectors * W<A>);
+    for (int s = 0; s < steps; ++s) {
+      Vec<A> bv[N * vectors];
+      for (int v = 0; v < N * vectors; ++v) {
+        if constexpr (steps == 2)
+          bv[v] = widen_half(T{}, line[v], s);
+        else
+          bv[v] = line[v];
+      }
+      for (int r = 0; r < R; ++r) {
+        const Vec<A> av = Product<T>::broadcast(a + r * lda + (i * steps + s) * Product<T>::kPerStep);
+        for (int v = 0; v < N * vectors; ++v) sum[r][v] = Product<T>::add(av, bv[v], sum[r][v]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < N * vectors; ++v) {
+      A* to = c + r * ldc + v * W<A>;
+      store(to, accumulate ? load(to) + sum[r][v] : sum[r][v]);
+    }
+  }
+}
+
+template <class T, bool kWidened, int R>
+__attribute__((noinline)) void panel_rows(int64_t panels, int64_t lines, const Element<T>* a, int64_t lda,
+                                          const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate) {
+  constexpr int N = panels_of_rows<T, R>();
+  int64_t p = 0;
+  const auto from_p = [&] { return Panels<T>{b.base + p * b.stride, b.stride}; };
+  for (; p + N <= panels; p += N)
+    panel_block<T, kWidened, R, N>(lines, a, lda, from_p(), c + p * kPanel, ldc, accumulate);
+  if constexpr (N == 4) {
+    if (p + 2 <= panels) {
+      panel_block<T, kWidened, R, 2>(lines, a, lda, from_p(), c + p * kPanel, ldc, accumulate);
+      p += 2;
+    }
+  }
+  if constexpr (N > 1)
+    if (p < panels) panel_block<T, kWidened, R, 1>(lines, a, lda, from_p(), c + p * kPanel, ldc, accumulate);
+}
+
+// Calls panel_rows for `rows` <= kMostRows.
+template <class T, bool kWidened, int R>
+ATTN_INLINE void panel_rows_of(int64_t rows, int64_t panels, int64_t lines, const Element<T>* a, int64_t lda,
+                               const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate) {
+  if constexpr (R > 0) {
+    if (rows == R)
+      panel_rows<T, kWidened, R>(panels, lines, a, lda, b, c, ldc, accumulate);
+    else
+      panel_rows_of<T, kWidened, R - 1>(rows, panels, lines, a, lda, b, c, ldc, accumulate);
+  }
+}
+
+// C (rows, 16 panels) = or += A B, over `lines` lines of each panel.
+template <class T, bool kWidened>
+ATTN_INLINE void gemm_panels(int64_t rows, int64_t panels, int64_t lines, const Element<T>* a, int64_t lda,
+                             const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate) {
+  for (int64_t r = 0; r < rows; r += kMostRows<T>)
+    panel_rows_of<T, kWidened, kMostRows<T>>(min_of<int64_t>(kMostRows<T>, rows - r), panels, lines, a + r * lda, lda,
+                                             b, c + r * ldc, ldc, accumulate);
+}
+
+// `lines` lines of a packed panel of 16-bit elements, each parted and widened to two of the accumulation type.
+template <class T>
+ATTN_INLINE void widen_panel(int64_t lines, const Accumulate<T>* from, Accumulate<T>* to) {
+  using A = Accumulate<T>;
+  for (int64_t i = 0; i < lines; ++i) {
+    for (int n = 0; n < kPanel; n += W<A>) {
+      const Vec<A> pairs = load(from + i * kPanel + n);
+      for (int s = 0; s < 2; ++s) store(to + (2 * i + s) * kPanel + n, widen_half(T{}, pairs, s));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace attn_ext::ATTN_EXT_ISA
