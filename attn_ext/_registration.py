@@ -15,7 +15,7 @@ _library = torch.library.Library("attn_ext", "IMPL")
 
 # Arguments cast under autocast, and where their dtype comes from ("autocast" or an argument's name).
 _AUTOCAST = {
-    "linear": (("x", "weight", "bias", "residual"), "autocast"),
+    "linear": (("x", "weight", "bias", "residual", "multiply"), "autocast"),
     "qkv_projection": (("x", "weight", "bias"), "autocast"),
     "qkv_projection_to_cache": (("x", "weight", "bias"), "key_cache"),
     "rms_norm": (("weight",), "x"),

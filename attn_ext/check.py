@@ -111,6 +111,7 @@ def _op_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable, Callable]]:
     for activation in (None, "gelu", "gelu_tanh", "silu"):
         name = "linear" if activation is None else f"linear, {activation}"
         yield on_both(name, lambda op, a=activation: [op.linear(x, weight, bias, activation=a, residual=residual)])
+    yield on_both("linear, multiply", lambda op: [op.linear(x, weight, bias, activation="silu", multiply=residual)])
     yield on_both("qkv_projection", lambda op: op.qkv_projection(x, weight, bias, n_heads=h, n_kv_heads=hkv))
 
     def caches(blocks: int) -> list[Tensor]:
@@ -130,6 +131,9 @@ def _op_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable, Callable]]:
 
     yield on_both("qkv_projection_to_cache", lambda op: project_to_cache(op, None))
     yield on_both("qkv_projection_to_cache, rope", lambda op: project_to_cache(op, rope))
+
+    yield on_both("rms_norm", lambda op: [op.rms_norm(x, weight[0])])
+    yield on_both("layer_norm", lambda op: [op.layer_norm(x, weight[0], weight[1])])
 
     scores, mask = randn(2, 3, 21, 37), torch.rand(21, 37, generator=generator) > 0.3
     yield on_both("masked_softmax", lambda op: [op.masked_softmax(scores, mask, causal=True, scale=0.7)])

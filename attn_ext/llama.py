@@ -211,8 +211,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        h = ops.linear(x, self.gate.weight, self.gate.bias, activation="silu")
-        h = h * ops.linear(x, self.up.weight, self.up.bias)
+        gate = ops.linear(x, self.gate.weight, self.gate.bias, activation="silu")
+        h = ops.linear(x, self.up.weight, self.up.bias, multiply=gate)
         return ops.linear(h, self.down.weight, self.down.bias, residual=residual)
 
 

@@ -158,9 +158,9 @@ def unpack_weight(packed: Tensor) -> Tensor:
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, multiply: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`activation(x @ weight.T + bias) + residual` in one pass over the product.
+    """`activation(x @ weight.T + bias) * multiply + residual` in one pass over the product.
 
     Args:
         x: (..., K).
@@ -168,6 +168,8 @@ def linear(
         bias: (N) or None.
         activation: None, "gelu" (by erf), "gelu_tanh" or "silu".
         residual: (..., N), added last, or None.
+        multiply: (..., N), a factor of each element after the activation, or None. A gated MLP is two calls (SwiGLU,
+            Shazeer, arXiv 2002.05202): `linear(x, w_gate, activation="silu", multiply=linear(x, w_up))`.
     Returns:
         (..., N), contiguous. Column n depends on row n of `weight` only, so fused and separate products agree to the
         bit.
@@ -177,17 +179,18 @@ def linear(
     >>> attn_ext.linear(x, torch.eye(2), torch.tensor([0.5, -2.0]), residual=x)
     tensor([[2.5000, 2.0000]])
     """
-    return _ops.linear.default(x, weight, bias, activation=activation, residual=residual)
+    return _ops.linear.default(x, weight, bias, activation=activation, residual=residual, multiply=multiply)
 
 
 @_fake("linear")
-def _(x, weight, bias=None, *, activation=None, residual=None):
-    _must_share_device("linear", x=x, weight=weight, bias=bias, residual=residual)
-    _must_share_dtype("linear", x=x, residual=residual)
+def _(x, weight, bias=None, *, activation=None, residual=None, multiply=None):
+    _must_share_device("linear", x=x, weight=weight, bias=bias, residual=residual, multiply=multiply)
     n = _must_be_product("linear", x, weight, bias)
     y = x.new_empty((*x.shape[:-1], n))
-    _must(residual is None or residual.shape == y.shape, "linear", "residual", f"have shape {tuple(y.shape)}",
-          None if residual is None else tuple(residual.shape))  # fmt: skip
+    for name, t in (("residual", residual), ("multiply", multiply)):
+        _must_share_dtype("linear", x=x, **{name: t})
+        _must(t is None or t.shape == y.shape, "linear", name, f"have shape {tuple(y.shape)}",
+              None if t is None else tuple(t.shape))  # fmt: skip
     return y
 
 

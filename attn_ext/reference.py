@@ -65,8 +65,8 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 # ---------------------------------------------------------------------------------------------- projections
 
 
-def linear(x, weight, bias=None, *, activation=None, residual=None):
-    """`activation(x @ weight.T + bias) + residual`; x (..., K), weight (N, K), bias (N), residual (..., N).
+def linear(x, weight, bias=None, *, activation=None, residual=None, multiply=None):
+    """`activation(x @ weight.T + bias) * multiply + residual`; x (..., K), weight (N, K), bias (N), others (..., N).
 
     A weight of four dimensions is packed: (N/16, K/P, 16, P).
 
@@ -90,6 +90,8 @@ def linear(x, weight, bias=None, *, activation=None, residual=None):
         y = torch.nn.functional.silu(y)
     elif activation is not None:
         raise ValueError(f"linear: activation must be None, 'gelu', 'gelu_tanh' or 'silu', got {activation!r}")
+    if multiply is not None:
+        y = y * multiply.to(c)
     if residual is not None:
         y = y + residual.to(c)
     return y.to(_result_dtype(x))

@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Tests of results, which also run on `simt`: the CUDA kernels, executed on the CPU (docs/simt.md).
 SIMT_MODULES = [
     "test_attention", "test_invariance", "test_known_failures", "test_kv_cache_ops", "test_linear",
-    "test_masked_softmax", "test_merge_attention", "test_qkv_projection", "test_worked_examples",
+    "test_masked_softmax", "test_merge_attention", "test_norm", "test_qkv_projection", "test_worked_examples",
 ]  # fmt: skip
 
 # ... but for these, which are about torch's dispatcher and the CPU kernels' threads.

@@ -121,23 +121,25 @@ ATTN_INLINE V vmax(V a, V b) {
   return a > b ? a : b;
 }
 
-// All lanes combined in a fixed tree: lane i with lane i ^ W/2, then ^ W/4, ... 1.
-template <class A, class Op>
+// All lanes combined in a fixed tree: lane i with lane i ^ W/2, then ^ W/4, ... 1. The distance is a template argument
+// because gcc makes a shuffle of constants only where it knows them at once.
+template <class A, int distance, class Op>
 ATTN_INLINE A combine_lanes(Vec<A> v, Op op) {
-  for (int distance = W<A> / 2; distance > 0; distance /= 2) {
+  if constexpr (distance == 0) {
+    return v[0];
+  } else {
     IVec<A> partner;
     for (int l = 0; l < W<A>; ++l) partner[l] = l ^ distance;
-    v = op(v, __builtin_shuffle(v, partner));
+    return combine_lanes<A, distance / 2>(op(v, __builtin_shuffle(v, partner)), op);
   }
-  return v[0];
 }
 template <class A>
 ATTN_INLINE A sum_lanes(Vec<A> v) {
-  return combine_lanes<A>(v, [](Vec<A> a, Vec<A> b) { return a + b; });
+  return combine_lanes<A, W<A> / 2>(v, [](Vec<A> a, Vec<A> b) { return a + b; });
 }
 template <class A>
 ATTN_INLINE A max_lanes(Vec<A> v) {
-  return combine_lanes<A>(v, [](Vec<A> a, Vec<A> b) { return vmax(a, b); });
+  return combine_lanes<A, W<A> / 2>(v, [](Vec<A> a, Vec<A> b) { return vmax(a, b); });
 }
 
 // ------------------------------------------------------------------------------------------------ products

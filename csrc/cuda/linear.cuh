@@ -1,4 +1,4 @@
-// Fused GEMM: y = act(x W^T + bias) + residual, and the QKV projection whose k and v go straight to the cache.
+// Fused GEMM: y = act(x W^T + bias) * multiply + residual; and the QKV projection that writes k and v to the cache.
 //
 // x (M, K), W (N, K), both row-major. A block computes one tile of the product: slices of x and W stream through a ring
 // of stages in shared memory, the sums end there too, and leave with everything the epilogue adds to them.
@@ -373,6 +373,12 @@ ATTN_DEVICE void finish_tile(const ProductArgs& a, const float* sums, int64_t m,
       }
       ATTN_UNROLL
       for (int e = 0; e < kGroup; ++e) x[h][e] = activate(p.activation, x[h][e]);
+      if (p.multiply) {
+        float multiply[kGroup];
+        load_group(static_cast<const T*>(p.multiply) + (m + r) * p.multiply_stride + n[h], multiply);
+        ATTN_UNROLL
+        for (int e = 0; e < kGroup; ++e) x[h][e] *= multiply[e];
+      }
       if (p.residual) {
         float residual[kGroup];
         load_group(static_cast<const T*>(p.residual) + (m + r) * p.residual_stride + n[h], residual);
@@ -466,7 +472,8 @@ void launch_product_of(ProductArgs& a, simt::Stream stream) {
   };
   a.vector_x = rows_fit(16, p.x, p.x_stride, p.K);
   a.vector_weight = rows_fit(16, p.weight, p.weight_stride, p.K);
-  a.vector_out = rows_fit(4 * size, p.bias, 0, p.N) && rows_fit(4 * size, p.residual, p.residual_stride, p.N);
+  a.vector_out = rows_fit(4 * size, p.bias, 0, p.N) && rows_fit(4 * size, p.residual, p.residual_stride, p.N) &&
+                 rows_fit(4 * size, p.multiply, p.multiply_stride, p.N);
   if (!a.to_cache) {
     a.vector_out = a.vector_out && rows_fit(4 * size, p.y, p.y_stride, p.N);
   } else {

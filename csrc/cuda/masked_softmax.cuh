@@ -3,34 +3,12 @@
 // Rows of up to 1024 columns: one warp a row, the row in registers. Longer rows: one block a row, the row in shared
 // memory as float32; what does not fit there (from 24 000 columns on the smallest GPU, 58 000 on an H200) is read twice
 // more.
-//
-// A warp works on chunks of 512 bytes. Where rows are aligned, a lane takes neighbouring columns, one 16-byte access;
-// where they are not, neighbouring lanes take neighbouring columns. Sums go column by column over chunks, then over a
-// tree of the bits of the column within the chunk, lowest first: the same additions both ways, so a row's bits depend
-// on neither its place in the batch nor its alignment.
 #pragma once
 
-#include "cuda/common.cuh"
 #include "cuda/kernels.h"
+#include "cuda/rows.cuh"
 
 namespace attn_ext::cuda {
-
-// How the elements of a chunk lie in a warp.
-template <class T_, bool kVectors_>
-struct Layout {
-  using T = T_;
-  static constexpr bool kVectors = kVectors_;            // neighbouring columns in a lane, else in neighbouring lanes
-  static constexpr int kElements = 16 / int(sizeof(T));  // of a lane
-  static constexpr int kColumns = 32 * kElements;        // of the chunk
-
-  // Column of a lane's element e within the chunk.
-  ATTN_DEVICE static int column(int e) { return kVectors ? simt::lane() * kElements + e : e * 32 + simt::lane(); }
-};
-
-constexpr int kRegisterColumns = 1024;  // longest row of the warp kernel
-constexpr int kRowWarps = 4;            // rows of a block of the warp kernel
-constexpr int kBlockThreads = 256;      // of the block kernel
-constexpr int kBlockWarps = kBlockThreads / 32;
 
 struct SoftmaxArgs {
   MaskedSoftmaxParams p;
@@ -57,24 +35,6 @@ struct Row {
     visible = p.causal ? min_of(p.Tk, max_of<int64_t>(0, i + p.Tk - p.Tq + 1)) : p.Tk;
   }
 };
-
-// Columns of the chunk from `first` that lie before `end`.
-template <class L>
-ATTN_DEVICE int columns_left(int64_t end, int64_t first) {
-  return int(max_of<int64_t>(0, min_of<int64_t>(end - first, L::kColumns)));
-}
-
-// x = scores of a chunk, of which the first `left` columns are visible.
-template <class L>
-ATTN_DEVICE void load_scores(const typename L::T* scores, int left, float (&x)[L::kElements]) {
-  if constexpr (L::kVectors) {
-    if (L::column(0) < left) load_vector(scores + L::column(0), x);
-  } else {
-    ATTN_UNROLL
-    for (int e = 0; e < L::kElements; ++e)
-      if (L::column(e) < left) x[e] = to_float(simt::ldg(scores + L::column(e)));
-  }
-}
 
 // What a mask element of type M makes of a score.
 template <class M>
@@ -157,36 +117,13 @@ ATTN_DEVICE void exponentiate(float (&x)[n], float max) {
 ATTN_DEVICE float finite_max(float max) { return max == -INFINITY ? 0.0f : max; }
 ATTN_DEVICE float reciprocal(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
-// Sum of a warp's chunk of sums.
-template <class L>
-ATTN_DEVICE float tree_sum(float (&sums)[L::kElements]) {
-  if constexpr (!L::kVectors) {  // the low bits of a column are the lane's
-    ATTN_UNROLL
-    for (int e = 0; e < L::kElements; ++e) sums[e] = warp_sum(sums[e]);
-  }
-  ATTN_UNROLL
-  for (int step = 1; step < L::kElements; step *= 2) {
-    ATTN_UNROLL
-    for (int e = 0; e < L::kElements; e += 2 * step) sums[e] += sums[e + step];
-  }
-  return L::kVectors ? warp_sum(sums[0]) : sums[0];
-}
-
 // Stores a chunk of exponentials times `factor`.
 template <class L>
 ATTN_DEVICE void store_weights(const SoftmaxArgs& a, const Row<typename L::T>& row, int64_t first, float factor,
                                float (&x)[L::kElements]) {
   ATTN_UNROLL
   for (int e = 0; e < L::kElements; ++e) x[e] *= factor;
-  const int left = columns_left<L>(a.p.Tk, first);
-  typename L::T* out = row.out + first;
-  if constexpr (L::kVectors) {
-    if (L::column(0) < left) store_vector(out + L::column(0), x);
-  } else {
-    ATTN_UNROLL
-    for (int e = 0; e < L::kElements; ++e)
-      if (L::column(e) < left) simt::st(out + L::column(e), simt::from_float<typename L::T>(x[e]));
-  }
+  store_chunk<L>(row.out + first, columns_left<L>(a.p.Tk, first), x);
 }
 
 // A row with a NaN or +inf score, chunks from `first` on, `step` apart: NaN where a column is seen, 0 where not.
@@ -195,7 +132,7 @@ ATTN_DEVICE void store_nan_row(const SoftmaxArgs& a, const Row<typename L::T>& r
   ATTN_NO_UNROLL
   for (; first < a.p.Tk; first += step) {
     float x[L::kElements] = {};
-    load_scores<L>(row.scores + first, columns_left<L>(row.visible, first), x);
+    load_chunk<L>(row.scores + first, columns_left<L>(row.visible, first), x);
     transform<L>(a, row, first, x);
     ATTN_UNROLL
     for (int e = 0; e < L::kElements; ++e) x[e] = x[e] == -INFINITY ? 0.0f : NAN;
@@ -216,7 +153,7 @@ softmax_warp_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
     float x[chunks][L::kElements] = {};
     ATTN_UNROLL
     for (int i = 0; i < chunks; ++i)
-      load_scores<L>(row.scores + i * L::kColumns, columns_left<L>(row.visible, i * L::kColumns), x[i]);
+      load_chunk<L>(row.scores + i * L::kColumns, columns_left<L>(row.visible, i * L::kColumns), x[i]);
     float max = -INFINITY;
     ATTN_UNROLL
     for (int i = 0; i < chunks; ++i) {
@@ -244,40 +181,6 @@ softmax_warp_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
 
 // ---- a block a row -------------------------------------------------------------------------------------------------
 
-// A lane's elements of chunk i of its warp, in shared memory: 16 bytes a lane, lanes side by side.
-template <class L>
-ATTN_DEVICE simt::Float4* kept_chunk(int i, int quarter) {
-  auto* base = reinterpret_cast<simt::Float4*>(ATTN_SHARED + 2 * kBlockWarps * sizeof(float));
-  return base + (i * (L::kElements / 4) + quarter) * kBlockThreads + int(simt::thread_idx().x);
-}
-
-template <class L>
-ATTN_DEVICE void keep(int i, const float (&x)[L::kElements]) {
-  ATTN_UNROLL
-  for (int q = 0; q < L::kElements / 4; ++q)
-    simt::sts(kept_chunk<L>(i, q), simt::Float4{x[4 * q], x[4 * q + 1], x[4 * q + 2], x[4 * q + 3]});
-}
-
-template <class L>
-ATTN_DEVICE void recall(int i, float (&x)[L::kElements]) {
-  ATTN_UNROLL
-  for (int q = 0; q < L::kElements / 4; ++q) {
-    const simt::Float4 v = simt::lds(kept_chunk<L>(i, q));
-    x[4 * q] = v.x, x[4 * q + 1] = v.y, x[4 * q + 2] = v.z, x[4 * q + 3] = v.w;
-  }
-}
-
-// All warps' values at `values`, folded in order by f.
-template <class F>
-ATTN_DEVICE float over_warps(float* values, float mine, const F& f) {
-  if (simt::lane() == 0) simt::sts(values + simt::warp(), mine);
-  simt::sync_threads();
-  float result = simt::lds(values);
-  ATTN_UNROLL
-  for (int w = 1; w < kBlockWarps; ++w) result = f(result, simt::lds(values + w));
-  return result;
-}
-
 template <class L>
 ATTN_KERNEL(kBlockThreads, 3)
 softmax_block_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
@@ -288,7 +191,7 @@ softmax_block_kernel(ATTN_CONSTANT_PARAM SoftmaxArgs a) {
   for (int64_t r = simt::block_idx().x; r < rows; r += simt::grid_dim().x) {
     const Row<typename L::T> row(a.p, r);
     const auto logits = [&](int64_t first, float (&x)[L::kElements]) {
-      load_scores<L>(row.scores + first, columns_left<L>(row.visible, first), x);
+      load_chunk<L>(row.scores + first, columns_left<L>(row.visible, first), x);
       transform<L>(a, row, first, x);
     };
     float max = -INFINITY;
@@ -348,13 +251,10 @@ void launch_softmax_as(SoftmaxArgs& a, simt::Stream stream) {
     void (*kernel)(SoftmaxArgs) = softmax_warp_kernel<L>;
     simt::launch(kernel, simt::Dim{uint32_t(blocks)}, {32 * kRowWarps}, 0, stream, a);
   } else {
-    constexpr int64_t chunk_bytes = kBlockThreads * L::kElements * int64_t(sizeof(float));  // of all warps
-    constexpr int64_t reduction_bytes = 2 * kBlockWarps * int64_t(sizeof(float));
-    const int64_t needed = ceil_div<int64_t>(p.Tk, kBlockWarps * L::kColumns);
-    a.kept = int(min_of(needed, (simt::device().max_shared - reduction_bytes) / chunk_bytes));
+    a.kept = chunks_to_keep<L>(p.Tk);
     void (*kernel)(SoftmaxArgs) = softmax_block_kernel<L>;
-    simt::launch(kernel, simt::Dim{uint32_t(min_of(rows, kMaxGrid))}, {kBlockThreads},
-                 size_t(reduction_bytes + a.kept * chunk_bytes), stream, a);
+    simt::launch(kernel, simt::Dim{uint32_t(min_of(rows, kMaxGrid))}, {kBlockThreads}, shared_bytes<L>(a.kept), stream,
+                 a);
   }
 }
 

@@ -89,21 +89,25 @@ int64_t head_dim(const Checker& c, const Tensor& weight, int64_t n_heads, int64_
 }  // namespace
 
 Tensor linear(Tensor x, Tensor weight, OptionalTensor bias, std::optional<std::string> activation,
-              OptionalTensor residual) {
+              OptionalTensor residual, OptionalTensor multiply) {
   const Checker c{"linear"};
   Product product(c, x, weight, bias);
   LinearParams& p = product.params;
   p.activation = activation_of(c, activation);
   Shape shape = product.leading;
   shape.push_back(p.N);
-  Tensor rows = x;
-  if (residual) {
-    c.shape(*residual, "residual", shape, "(..., N)");
-    c.same_device(x, "x", {{"residual", &*residual}});
-    c.same_dtype({{"x", &x}, {"residual", &*residual}});
-    rows = as_rows(*residual, p.M, p.N, p.residual_stride);
-    p.residual = rows.const_data_ptr();
-  }
+  // One element for each of the result, as rows (..., N); `held` keeps them alive.
+  const auto rows_of = [&](const OptionalTensor& t, const char* name, Tensor& held, int64_t& stride) -> const void* {
+    if (!t) return nullptr;
+    c.shape(*t, name, shape, "(..., N)");
+    c.same_device(x, "x", {{name, &*t}});
+    c.same_dtype({{"x", &x}, {name, &*t}});
+    held = as_rows(*t, p.M, p.N, stride);
+    return held.const_data_ptr();
+  };
+  Tensor residual_rows = x, multiply_rows = x;
+  p.residual = rows_of(residual, "residual", residual_rows, p.residual_stride);
+  p.multiply = rows_of(multiply, "multiply", multiply_rows, p.multiply_stride);
   Tensor y = new_tensor(x, shape);
   p.y = y.mutable_data_ptr();
   p.y_stride = p.N;

@@ -10,7 +10,7 @@
 namespace attn_ext::ops {
 
 Tensor linear(Tensor x, Tensor weight, OptionalTensor bias, std::optional<std::string> activation,
-              OptionalTensor residual);
+              OptionalTensor residual, OptionalTensor multiply);
 Tensor qkv_projection(Tensor x, Tensor weight, OptionalTensor bias, int64_t n_heads, int64_t n_kv_heads);
 Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Tensor key_cache, Tensor value_cache,
                                Tensor slot_mapping, int64_t n_heads, int64_t n_kv_heads, OptionalTensor rope_cos,

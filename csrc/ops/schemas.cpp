@@ -7,7 +7,9 @@
 #include "ops/ops.h"
 
 STABLE_TORCH_LIBRARY(attn_ext, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias=None, *, str? activation=None, Tensor? residual=None) -> Tensor");
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor? bias=None, *, str? activation=None, Tensor? residual=None, "
+      "Tensor? multiply=None) -> Tensor");
   m.def("qkv_projection(Tensor x, Tensor weight, Tensor? bias=None, *, int n_heads, int n_kv_heads) -> Tensor");
   m.def(
       "qkv_projection_to_cache(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) key_cache, Tensor(b!) value_cache, "

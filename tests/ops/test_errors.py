@@ -25,12 +25,17 @@ def good() -> dict[str, dict]:
     caches = {"key_cache": randn(6, 4, 2, 8), "value_cache": randn(6, 4, 2, 8)}
     projection = {"x": randn(3, 16), "weight": randn(64, 16), "bias": randn(64), "n_heads": 4, "n_kv_heads": 2}
     return {
-        "linear": {"x": randn(3, 16), "weight": randn(5, 16), "bias": randn(5), "residual": randn(3, 5)},
+        "linear": {
+            "x": randn(3, 16), "weight": randn(5, 16), "bias": randn(5), "residual": randn(3, 5),
+            "multiply": randn(3, 5),
+        },
         "qkv_projection": projection,
         "qkv_projection_to_cache": {
             **projection, **caches, "slot_mapping": ints(3, -1, 9, dtype=INT64),
             "rope": (randn(7, 4), randn(7, 4), ints(0, 6, 2, dtype=INT64)),
         },
+        "rms_norm": {"x": randn(2, 3, 7), "weight": randn(7), "eps": 1e-6},
+        "layer_norm": {"x": randn(2, 3, 7), "weight": randn(7), "bias": randn(7), "eps": 1e-6},
         "masked_softmax": {"scores": randn(2, 3, 5, 7), "mask": randn(3, 5, 7)},
         "attention": dense,
         "attention_varlen": {
@@ -70,6 +75,10 @@ BAD = [
     ("linear", {"residual": randn(3, 6)}, "residual"),
     ("linear", {"residual": randn(5)}, "residual"),
     ("linear", {"residual": randn(3, 5, dtype=F16)}, "x and residual"),
+    ("linear", {"multiply": randn(3, 6)}, "multiply"),
+    ("linear", {"multiply": randn(5)}, "multiply"),
+    ("linear", {"multiply": randn(3, 1)}, "multiply"),
+    ("linear", {"multiply": randn(3, 5, dtype=F16)}, "x and multiply"),
     ("linear", {"activation": "relu"}, "activation"),
     ("linear", {"activation": ""}, "activation"),
     ("qkv_projection", {"x": randn(3, 15)}, "x"),
@@ -105,6 +114,20 @@ BAD = [
     ("qkv_projection_to_cache", {"rope": (*ROPE[:2], ints(0, 1, 2))}, "positions"),
     ("qkv_projection_to_cache", {"rope": (*ROPE[:2], ints(0, 7, 2, dtype=INT64))}, r"positions\[1\]"),
     ("qkv_projection_to_cache", {"rope": (*ROPE[:2], ints(0, 6, -1, dtype=INT64))}, r"positions\[2\]"),
+    *((op, options, argument) for op in ("rms_norm", "layer_norm") for options, argument in (
+        ({"x": torch.tensor(1.0)}, "x"),
+        ({"x": torch.zeros(3, 7, dtype=INT64)}, "x"),
+        ({"x": randn(3, 8)}, "weight"),
+        ({"weight": randn(1)}, "weight"),
+        ({"weight": randn(1, 7)}, "weight"),
+        ({"weight": randn(7, dtype=BF16)}, "x(, weight)? and (weight|bias)"),
+        ({"eps": -1e-5}, "eps"),
+        ({"eps": NAN}, "eps"),
+        ({"eps": 1e39}, "eps"),
+    )),
+    ("layer_norm", {"bias": randn(8)}, "bias"),
+    ("layer_norm", {"bias": randn(1, 7)}, "bias"),
+    ("layer_norm", {"bias": randn(7, dtype=F64)}, "x, weight and bias"),
     ("masked_softmax", {"scores": randn(7)}, "scores"),
     ("masked_softmax", {"scores": torch.tensor(1.0), "mask": None}, "scores"),
     ("masked_softmax", {"scores": torch.zeros(5, 7, dtype=INT64), "mask": None}, "scores"),
@@ -321,3 +344,7 @@ def test_meta_tensors_are_checked():
             attn_ext.attention(*bad)
     with pytest.raises(RuntimeError, match="^linear: bias must have shape"):
         attn_ext.linear(q, q.new_empty(5, 8), q.new_empty(4))
+    with pytest.raises(RuntimeError, match="^rms_norm: weight must have shape"):
+        attn_ext.rms_norm(q, q.new_empty(7))
+    with pytest.raises(RuntimeError, match="^layer_norm: x, weight, bias must have the same dtype"):
+        attn_ext.layer_norm(q, q.new_empty(8), q.new_empty(8).half())

@@ -204,7 +204,8 @@ def test_threads_of_the_other_ops(dtype, threads):
         written = [c.clone() for c in caches]
         attn_ext.copy_blocks(*caches, pairs)
         merged = attn_ext.merge_attention(out, lse, out.flip(1), lse.flip(2))
-        return [q, *written, *caches, attn_ext.masked_softmax(scores, causal=True), *merged]
+        norms = attn_ext.rms_norm(x, weight[0]), attn_ext.layer_norm(x, weight[1], weight[2])
+        return [q, *written, *caches, *norms, attn_ext.masked_softmax(scores, causal=True), *merged]
 
     threads(1)
     expected = run()

@@ -639,13 +639,14 @@ def _gradient_calls():
     q, k, v = torch.randn(1, 3, 2, 8), torch.randn(1, 3, 1, 8), torch.randn(1, 3, 1, 8)
     x, weight, bias = torch.randn(3, 8), torch.randn(32, 8), torch.randn(32)
     lse = torch.randn(1, 2, 3)
+    rows = {"residual": torch.randn(3, 32), "multiply": torch.randn(3, 32)}
     table, lens, cu, slots = torch.tensor([[0]], dtype=INT32), ints(3), ints(0, 3), torch.arange(3)
     cos = torch.randn(4, 4)
     positions = torch.arange(3)
     extra = {"alibi_slopes": torch.randn(2), "sinks": torch.randn(2), "bias": torch.randn(1, 1, 3, 3)}
     cache = torch.randn(1, 4, 1, 8)
     return {
-        "linear": (attn_ext.linear, {"x": x, "weight": weight, "bias": bias, "residual": torch.randn(3, 32)}, {}),
+        "linear": (attn_ext.linear, {"x": x, "weight": weight, "bias": bias, **rows}, {}),
         "qkv_projection": (
             attn_ext.qkv_projection, {"x": x, "weight": weight, "bias": bias}, {"n_heads": 2, "n_kv_heads": 1}
         ),
@@ -654,6 +655,8 @@ def _gradient_calls():
             {"x": x, "weight": weight, "bias": bias, "key_cache": cache, "value_cache": cache.clone()},
             {"slot_mapping": slots, "n_heads": 2, "n_kv_heads": 1, "rope": (cos, cos, positions)},
         ),
+        "rms_norm": (attn_ext.rms_norm, {"x": x, "weight": x[0]}, {}),
+        "layer_norm": (attn_ext.layer_norm, {"x": x, "weight": x[0], "bias": x[1]}, {}),
         "masked_softmax": (attn_ext.masked_softmax, {"scores": torch.randn(2, 3), "mask": torch.randn(2, 3)}, {}),
         "attention": (attn_ext.attention, {"q": q, "k": k, "v": v, **extra}, {}),
         "attention_varlen": (
@@ -820,6 +823,7 @@ def _device_calls():
     q, k, v = torch.randn(1, 3, 2, 8), torch.randn(1, 3, 1, 8), torch.randn(1, 3, 1, 8)
     x, weight, bias = torch.randn(3, 8), torch.randn(32, 8), torch.randn(32)
     lse = torch.randn(1, 2, 3)
+    rows = {"residual": torch.randn(3, 32), "multiply": torch.randn(3, 32)}
     table, lens, cu, slots = torch.tensor([[0]], dtype=INT32), ints(3), ints(0, 3), torch.arange(3)
     extra = {
         "alibi_slopes": torch.randn(2), "sinks": torch.randn(2), "bias": torch.randn(1, 1, 3, 3),
@@ -828,11 +832,13 @@ def _device_calls():
     cache = torch.randn(1, 4, 1, 8)
     caches = {"key_cache": cache, "value_cache": cache.clone()}
     return {
-        "linear": ({"x": x, "weight": weight, "bias": bias, "residual": torch.randn(3, 32)}, {}),
+        "linear": ({"x": x, "weight": weight, "bias": bias, **rows}, {}),
         "qkv_projection": ({"x": x, "weight": weight, "bias": bias}, {"n_heads": 2, "n_kv_heads": 1}),
         "qkv_projection_to_cache": (
             {"x": x, "weight": weight, "bias": bias, **caches, "slot_mapping": slots}, {"n_heads": 2, "n_kv_heads": 1}
         ),
+        "rms_norm": ({"x": x, "weight": x[0]}, {}),
+        "layer_norm": ({"x": x, "weight": x[0], "bias": x[1]}, {}),
         "masked_softmax": ({"scores": torch.randn(2, 3), "mask": torch.randn(2, 3)}, {}),
         "attention": ({"q": q, "k": k, "v": v, **extra}, {}),
         "attention_varlen": ({"q": q[0], "k": k[0], "v": v[0], "cu_seqlens_q": cu, "cu_seqlens_k": cu, **extra}, {}),

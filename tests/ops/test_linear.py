@@ -1,4 +1,4 @@
-"""linear: activation(x @ weight.T + bias) + residual."""
+"""linear: activation(x @ weight.T + bias) * multiply + residual."""
 
 import pytest
 import torch
@@ -235,3 +235,43 @@ def test_packed_under_autocast(cpu):
         assert_same_bits(out, attn_ext.linear(x, weight.to(F16)))
         with pytest.raises(RuntimeError, match="linear: weight must be packed in its present dtype"):
             attn_ext.linear(x, attn_ext.pack_weight(weight))
+
+
+# ------------------------------------------------------------------------------------------------ multiply
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_multiply(activation, has_residual, dtype):
+    """A factor after the activation, before the residual."""
+    for m, k, n in ((1, 40, 37), (14, 40, 37), (7, 257, 64), (33, 17, 130), (0, 8, 8), (8, 0, 8), (1, 1, 1)):
+        x, weight, bias = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype) / 6, torch.randn(n).to(dtype)
+        multiply, residual = torch.randn(m, n).to(dtype), torch.randn(m, n).to(dtype) if has_residual else None
+        options = {"activation": activation, "multiply": multiply, "residual": residual}
+        out = attn_ext.linear(x, weight, bias, **options)
+        exact, plain = _exact_and_plain(x, weight, bias, **options)
+        terms = (x.double().abs() @ weight.double().abs().T + bias.double().abs()) * multiply.double().abs()
+        terms = terms if residual is None else terms + residual.double().abs()
+        terms = terms.max().item() if terms.numel() else 0.0
+        assert_as_accurate_as_torch(out, exact, plain, terms=terms, what=f"linear {m} {k} {n} {activation}")
+
+
+def test_multiply_by_one_changes_no_bit(dtype):
+    x, weight, bias = torch.randn(13, 65).to(dtype), torch.randn(33, 65).to(dtype), torch.randn(33).to(dtype)
+    residual = torch.randn(13, 33).to(dtype)
+    plain = attn_ext.linear(x, weight, bias, activation="silu", residual=residual)
+    ones = torch.ones(1, 1, dtype=dtype).expand(13, 33)
+    for one in (ones, ones.contiguous()):
+        assert_same_bits(attn_ext.linear(x, weight, bias, activation="silu", residual=residual, multiply=one), plain)
+    part = attn_ext.linear(x[3:4], weight, bias, activation="silu", multiply=residual[3:4])
+    assert_same_bits(part, attn_ext.linear(x, weight, bias, activation="silu", multiply=residual)[3:4])
+
+
+def test_nan_in_multiply_stays_in_its_element(dtype):
+    x, weight, multiply = torch.randn(5, 20).to(dtype), torch.randn(37, 20).to(dtype), torch.randn(5, 37).to(dtype)
+    clean = attn_ext.linear(x, weight, multiply=multiply)
+    multiply[2, 36] = torch.nan
+    out = attn_ext.linear(x, weight, multiply=multiply)
+    assert out[2, 36].isnan()
+    out[2, 36] = clean[2, 36]
+    assert_same_bits(out, clean)

@@ -70,7 +70,7 @@ def _check(function, tensors: dict, layout, **options):
 def test_linear(layout, dtype):
     tensors = {
         "x": torch.randn(3, 5, 40).to(dtype), "weight": torch.randn(33, 40).to(dtype),
-        "residual": torch.randn(3, 5, 33).to(dtype),
+        "residual": torch.randn(3, 5, 33).to(dtype), "multiply": torch.randn(3, 5, 33).to(dtype),
     }  # fmt: skip
     _check(attn_ext.linear, tensors, layout, activation="silu", bias=torch.randn(66).to(dtype)[::2])
 
@@ -78,6 +78,12 @@ def test_linear(layout, dtype):
 def test_qkv_projection(layout, dtype):
     tensors = {"x": torch.randn(3, 5, 40).to(dtype), "weight": torch.randn(32, 40).to(dtype)}
     _check(attn_ext.qkv_projection, tensors, layout, n_heads=2, n_kv_heads=1, bias=torch.randn(64).to(dtype)[::2])
+
+
+def test_norms(layout, dtype):
+    x, weight, bias = torch.randn(3, 5, 70).to(dtype), torch.randn(140).to(dtype)[::2], torch.randn(71).to(dtype)[1:]
+    _check(attn_ext.rms_norm, {"x": x}, layout, weight=weight)
+    _check(attn_ext.layer_norm, {"x": x}, layout, weight=weight, bias=bias)
 
 
 def test_masked_softmax(layout, dtype):

@@ -12,8 +12,8 @@ import attn_ext
 INT32 = torch.int32
 OPS = torch.ops.attn_ext
 NAMES = [
-    "append_kv", "attention", "attention_varlen", "copy_blocks", "linear", "masked_softmax", "merge_attention",
-    "paged_attention", "qkv_projection", "qkv_projection_to_cache",
+    "append_kv", "attention", "attention_varlen", "copy_blocks", "layer_norm", "linear", "masked_softmax",
+    "merge_attention", "paged_attention", "qkv_projection", "qkv_projection_to_cache", "rms_norm",
 ]  # fmt: skip
 
 
@@ -59,6 +59,7 @@ def _inputs() -> list[tuple[str, tuple, dict]]:
     return [
         ("linear", (x, weight), {}),
         ("linear", (x, weight, bias), {"activation": "gelu", "residual": randn(3, 5, 64)}),
+        ("linear", (x, weight), {"activation": "silu", "multiply": randn(5, 3, 64).transpose(0, 1)}),
         ("linear", (x.transpose(0, 1), weight.T.contiguous().T), {}),
         ("linear", (randn(0, 16), weight), {}),
         ("linear", (x, attn_ext.pack_weight(weight), bias), {}),
@@ -69,6 +70,12 @@ def _inputs() -> list[tuple[str, tuple, dict]]:
         ("qkv_projection_to_cache", (x[0, :3], attn_ext.pack_weight(weight), bias, *caches, slots), heads),
         *(("qkv_projection_to_cache", (x[0, :3], weight, bias, *c, slots), heads) for c in (caches, hnd)),
         ("qkv_projection_to_cache", (x[0, :3], weight, None, *both, slots), {**heads, **rope}),
+        ("rms_norm", (x, randn(16)), {}),
+        ("rms_norm", (x.transpose(0, 1).bfloat16(), randn(16).bfloat16(), 1e-6), {}),
+        ("rms_norm", (randn(0, 16), randn(16)), {}),
+        ("layer_norm", (x, randn(16)), {"eps": 1e-3}),
+        ("layer_norm", (x[:, ::2], randn(16), randn(32)[::2]), {}),
+        ("layer_norm", (randn(3, 0, 16).double(), randn(16).double(), randn(16).double()), {}),
         ("masked_softmax", (randn(2, 3, 5, 7),), {"causal": True}),
         ("masked_softmax", (randn(5, 2, 7).transpose(0, 1), torch.rand(5, 7) < 0.5), {"scale": 0.5}),
         ("masked_softmax", (randn(0, 7), None), {}),
@@ -135,13 +142,15 @@ def test_in_place_arguments_are_declared():
 
 def _layer(x, w_qkv, b_qkv, w_o, residual):
     """One attention layer through every op that needs no cache."""
-    q, k, v = attn_ext.qkv_projection(x, w_qkv, b_qkv, n_heads=4, n_kv_heads=2)
+    normed = attn_ext.layer_norm(attn_ext.rms_norm(x, w_qkv[0]), w_qkv[1], w_qkv[2])
+    q, k, v = attn_ext.qkv_projection(normed, w_qkv, b_qkv, n_heads=4, n_kv_heads=2)
     cut = k.shape[1] // 2
     near = attn_ext.attention(q, k[:, cut:], v[:, cut:], causal=True, return_lse=True)
     far = attn_ext.attention(q, k[:, :cut], v[:, :cut], return_lse=True)
     out, _ = attn_ext.merge_attention(*near, *far)
     weights = attn_ext.masked_softmax(q.transpose(1, 2) @ q.transpose(1, 2).transpose(-1, -2), causal=True)
-    return attn_ext.linear(out.flatten(-2), w_o, activation="gelu_tanh", residual=residual), weights
+    gate = attn_ext.linear(out.flatten(-2), w_o)
+    return attn_ext.linear(out.flatten(-2), w_o, activation="gelu_tanh", residual=residual, multiply=gate), weights
 
 
 def _layer_inputs(tokens=6):

@@ -7,7 +7,7 @@ from build import ROOT, build
 from executor import Library, extent
 from params import Activation, make
 
-NAMES = ["linear", "masked_softmax", "kv_cache"]
+NAMES = ["linear", "norm", "masked_softmax", "kv_cache"]
 
 
 def _unit_last_stride(x):
@@ -31,7 +31,7 @@ def _in_units(x):
 
 
 class KernelOps:
-    """linear, qkv_projection(_to_cache), masked_softmax, append_kv and copy_blocks with the package's signatures.
+    """linear, qkv_projection(_to_cache), the norms, masked_softmax, append_kv and copy_blocks as the package has them.
 
     `seed` chooses the schedule, `sms` and `max_shared` are what the device has. `launches` holds the counters of the
     last call.
@@ -46,14 +46,15 @@ class KernelOps:
 
     # ---- products
 
-    def linear(self, x, weight, bias=None, *, activation=None, residual=None):
+    def linear(self, x, weight, bias=None, *, activation=None, residual=None, multiply=None):
         y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
-        residual = None if residual is None else _rows(residual)
         fields = {"y": y, "y_stride": weight.shape[0], "activation": Activation[activation or "none"]}
-        if residual is not None:
-            fields |= {"residual": residual, "residual_stride": residual.stride(0)}
         inputs, gemm = self._gemm(x, weight, bias)
-        self._call("linear", make("LinearParams", **gemm, **fields), inputs | {"residual": residual}, {"y": y})
+        for name, t in (("residual", residual), ("multiply", multiply)):
+            if t is not None:
+                inputs[name] = rows = _rows(t)
+                fields |= {name: rows, f"{name}_stride": rows.stride(0)}
+        self._call("linear", make("LinearParams", **gemm, **fields), inputs, {"y": y})
         return y
 
     def qkv_projection(self, x, weight, bias=None, *, n_heads, n_kv_heads=None):
@@ -91,6 +92,24 @@ class KernelOps:
             "dtype": x.dtype, "M": x.shape[0], "N": weight.shape[0], "K": x.shape[1], "x": x, "x_stride": x.stride(0),
             "weight": weight, "weight_stride": weight.stride(0), "bias": 0 if bias is None else bias,
         }  # fmt: skip
+
+    # ---- norms
+
+    def rms_norm(self, x, weight, eps=1e-5):
+        return self._norm(x, weight, None, eps, centered=False)
+
+    def layer_norm(self, x, weight, bias=None, eps=1e-5):
+        return self._norm(x, weight, bias, eps, centered=True)
+
+    def _norm(self, x, weight, bias, eps, centered):
+        y = torch.empty(x.shape, dtype=x.dtype)
+        x, weight, bias = _rows(x), _unit_last_stride(weight), _unit_last_stride(bias)
+        params = make(
+            "NormParams", dtype=x.dtype, rows=x.shape[0], C=x.shape[1], x=x, x_stride=x.stride(0), weight=weight,
+            bias=0 if bias is None else bias, y=y, eps=eps, centered=centered,
+        )  # fmt: skip
+        self._call("norm", params, {"x": x, "weight": weight, "bias": bias}, {"y": y})
+        return y
 
     # ---- softmax
 

@@ -11,7 +11,16 @@ from kernel_ops import KernelOps
 import attn_ext
 
 NAMES = {
-    KernelOps: ["linear", "qkv_projection", "qkv_projection_to_cache", "masked_softmax", "append_kv", "copy_blocks"],
+    KernelOps: [
+        "linear",
+        "qkv_projection",
+        "qkv_projection_to_cache",
+        "rms_norm",
+        "layer_norm",
+        "masked_softmax",
+        "append_kv",
+        "copy_blocks",
+    ],
     AttentionOps: ["attention", "attention_varlen", "paged_attention", "merge_attention"],
 }
 WRITTEN = dict.fromkeys(["append_kv", "copy_blocks", "qkv_projection_to_cache"], ("key_cache", "value_cache"))

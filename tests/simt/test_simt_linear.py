@@ -32,8 +32,10 @@ def check(ops, x, weight, bias=None, sms=132, seed=0, **options):
     with reference.precision(x.dtype):
         plain = reference.linear(x, weight, bias, **options)
     terms = x.double().abs() @ weight.double().abs().T
-    for added in (bias, options.get("residual")):
-        terms = terms if added is None else terms + added.double().abs()
+    terms = terms if bias is None else terms + bias.double().abs()
+    multiply, residual = options.get("multiply"), options.get("residual")
+    terms = terms if multiply is None else terms * multiply.double().abs()
+    terms = terms if residual is None else terms + residual.double().abs()
     assert_as_accurate_as_torch(y, exact, plain, terms=terms.max().item() if terms.numel() else 0.0, what="linear")
     return y
 
@@ -75,10 +77,12 @@ def test_schedules(ops, dtype, rows, sms):
 @pytest.mark.parametrize("N", [36, 37])
 def test_epilogues(ops, dtype, activation, N):
     x, weight = torch.randn(14, 40).to(dtype), torch.randn(N, 40).to(dtype) / 6
-    bias, residual = torch.randn(N).to(dtype), torch.randn(14, N).to(dtype)
+    bias, residual, multiply = torch.randn(N).to(dtype), torch.randn(14, N).to(dtype), torch.randn(14, N).to(dtype)
     check(ops, x, weight, activation=activation)
     check(ops, x, weight, bias, activation=activation)
     check(ops, x, weight, activation=activation, residual=residual)
+    check(ops, x, weight, activation=activation, multiply=multiply)
+    check(ops, x, weight, bias, activation=activation, multiply=multiply, residual=residual)
 
 
 @pytest.mark.parametrize("rows,sms", [SMALL, MEDIUM, LARGE])
@@ -86,16 +90,16 @@ def test_any_stride_and_alignment(ops, dtype, rows, sms):
     """The same bits as from contiguous tensors."""
     K, N = 72, 44
     x, weight, bias = torch.randn(rows, K).to(dtype), torch.randn(N, K).to(dtype), torch.randn(N).to(dtype)
-    residual = torch.randn(rows, N).to(dtype)
-    right = check(ops, x, weight, bias, residual=residual, sms=sms)
+    residual, multiply = torch.randn(rows, N).to(dtype), torch.randn(rows, N).to(dtype)
+    right = check(ops, x, weight, bias, residual=residual, multiply=multiply, sms=sms)
 
     def strided(t, before, after):
         wide = torch.full((*t.shape[:-1], before + t.shape[-1] + after), torch.nan, dtype=dtype)
         return wide[..., before : before + t.shape[-1]].copy_(t)
 
     for before, after in [(0, 8), (1, 0), (8, 3)]:
-        for changed in ("x", "weight", "bias", "residual"):
-            tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+        for changed in ("x", "weight", "bias", "residual", "multiply"):
+            tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "multiply": multiply}
             tensors[changed] = strided(tensors[changed], before, after)
             assert_same_bits(linear(ops, **tensors, sms=sms), right, changed)
 
@@ -105,25 +109,29 @@ def test_bits_of_a_row_and_column_are_their_own(ops, dtype, K):
     """Whatever tile computes them: the decode of a token and its prefill, a fused and a separate product."""
     M, N = 130, 136
     x, weight = torch.randn(M, K).to(dtype), torch.randn(N, K).to(dtype)
-    bias, residual = torch.randn(N).to(dtype), torch.randn(M, N).to(dtype)
-    options = {"activation": "silu"}
-    whole = linear(ops, x, weight, bias, residual=residual, sms=1, **options)
+    bias, residual, multiply = torch.randn(N).to(dtype), torch.randn(M, N).to(dtype), torch.randn(M, N).to(dtype)
+
+    def epilogue(rows=slice(None), columns=slice(None)):
+        return {"activation": "silu", "residual": residual[rows, columns], "multiply": multiply[rows, columns]}
+
+    whole = linear(ops, x, weight, bias, sms=1, **epilogue())
     tiles = {tile_of(ops)}
     for rows, sms in [(M, 132), (65, 132), (33, 132), (16, 132), (1, 132)]:
         some = slice(M - rows, M)
-        y = linear(ops, x[some], weight, bias, residual=residual[some], sms=sms, seed=rows, **options)
+        y = linear(ops, x[some], weight, bias, sms=sms, seed=rows, **epilogue(some))
         assert_same_bits(y, whole[some], f"{rows} rows")
         tiles.add(tile_of(ops))
     assert tiles == ({(64, 64)} if dtype == torch.float32 else {(16, 32), (64, 64), (128, 128)})
     for columns in [slice(0, 40), slice(3, 136), slice(131, 132)]:
-        y = linear(ops, x, weight[columns], bias[columns], residual=residual[:, columns], **options)
+        y = linear(ops, x, weight[columns], bias[columns], **epilogue(columns=columns))
         assert_same_bits(y, whole[:, columns])
 
 
 def test_offsets_beyond_32_bits(ops):
-    x, weight, residual = (torch.randn(2, n).bfloat16() for n in (40, 40, 2))
-    right = check(ops, x, weight, residual=residual)
-    assert_same_bits(linear(ops, far_apart(x), far_apart(weight), residual=far_apart(residual)), right)
+    x, weight, residual, multiply = (torch.randn(2, n).bfloat16() for n in (40, 40, 2, 2))
+    right = check(ops, x, weight, residual=residual, multiply=multiply)
+    apart = {"residual": far_apart(residual), "multiply": far_apart(multiply)}
+    assert_same_bits(linear(ops, far_apart(x), far_apart(weight), **apart), right)
 
 
 def test_nan_of_other_rows_stays_there(ops, dtype):
@@ -242,7 +250,7 @@ def test_counters(ops, M, N, K, sms, tile):
     """Each tile reads its rows of x and W once, in whole sectors; shared memory has no bank conflict."""
     x, weight = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
     bias, residual = torch.randn(N).bfloat16(), torch.randn(M, N).bfloat16()
-    linear(ops, x, weight, bias, residual=residual, activation="gelu", sms=sms)
+    linear(ops, x, weight, bias, residual=residual, multiply=residual.clone(), activation="gelu", sms=sms)
     (launch,) = ops.launches
     tile_m, tile_n, depth = tile
     m_tiles, n_tiles, steps = M // tile_m, N // tile_n, K // depth
@@ -251,6 +259,7 @@ def test_counters(ops, M, N, K, sms, tile):
     assert launch["traffic"]["x"]["load_sectors"] == n_tiles * M * K * 2 // 32
     assert launch["traffic"]["weight"]["load_sectors"] == m_tiles * N * K * 2 // 32
     assert launch["traffic"]["residual"]["load_sectors"] == M * N * 2 // 32
+    assert launch["traffic"]["multiply"]["load_sectors"] == M * N * 2 // 32
     assert launch["traffic"]["y"]["store_sectors"] == M * N * 2 // 32
     assert launch["ldmatrix_wavefronts"] == launch["ldmatrix_ideal"] > 0
     assert launch["shared_load_wavefronts"] == launch["shared_load_ideal"] > 0
