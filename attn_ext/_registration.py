@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _library = torch.library.Library("attn_ext", "IMPL")
 
@@ -35,40 +36,26 @@ def _is_differentiated(value) -> bool:
     """Whether reverse mode, or a level of forward mode, wants the derivative by this argument."""
     if not isinstance(value, Tensor):
         return False
-    forward = torch.autograd.forward_ad
     return (torch.is_grad_enabled() and value.requires_grad) or (
-        forward._current_level >= 0 and forward.unpack_dual(value).tangent is not None
+        forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
     )
 
 
 def _register_autograd(name: str, op) -> None:
+    below, redispatch = torch._C._AutoDispatchBelowAutograd, op.redispatch
+
     def kernel(keyset, *args, **kwargs):
-        for argument, value in _by_name(op, args, kwargs).items():
-            if _is_differentiated(value):
-                raise RuntimeError(
-                    f"{name}: {argument} must not require grad (gradients are not implemented; call under "
-                    "torch.no_grad()), got a tensor that does"
-                )
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            for argument, value in _by_name(op, args, kwargs).items():
+                if _is_differentiated(value):
+                    raise RuntimeError(
+                        f"{name}: {argument} must not require grad (gradients are not implemented; call under "
+                        "torch.no_grad()), got a tensor that does"
+                    )
+        with below():
+            return redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
     _library.impl(name, kernel, "Autograd", with_keyset=True)
-
-
-def _register_version_counters(name: str, op) -> None:
-    """What an op writes in place gets a new version, so that autograd notices a saved tensor that has changed."""
-    written = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    if not written:
-        return
-
-    def kernel(keyset, *args, **kwargs):
-        values = _by_name(op, args, kwargs)
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            result = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
-        torch.autograd.graph.increment_version([values[a] for a in written if not values[a].is_inference()])
-        return result
-
-    _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 
 
 def _register_autocast(name: str, op, device: str, key: str) -> None:
@@ -93,7 +80,6 @@ def register(names: list[str]) -> None:
     for name in names:
         op = getattr(torch.ops.attn_ext, name).default
         _register_autograd(name, op)
-        _register_version_counters(name, op)
         if name in _AUTOCAST:
             _register_autocast(name, op, "cpu", "AutocastCPU")
             _register_autocast(name, op, "cuda", "AutocastCUDA")

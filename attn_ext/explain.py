@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attn_ext import reference
+from attn_ext import packing, reference
 
 __all__ = ["Explanation", "Stage", "explain", "reference_logits"]
 
@@ -262,14 +262,18 @@ def _norm(function: Callable, module) -> Callable[[Tensor], Tensor]:
     return apply
 
 
+def _logits(model, x: Tensor) -> Tensor:
+    return reference.linear(x, model.lm_head.weight)[..., : model.vocab_size]  # a packed head has padding
+
+
 class _GPT:
     """nanogpt.GPT, GPT-2 included."""
 
     @staticmethod
     def embed(model, ids: Tensor) -> Tensor:
-        tokens, positions = model.transformer.wte.weight, model.transformer.wpe.weight
+        tokens, positions = packing.embed(model.transformer.wte, ids), model.transformer.wpe.weight
         c = reference._result_dtype(tokens)
-        return tokens[ids].to(c) + positions[: ids.shape[1]].to(c)
+        return tokens.to(c) + positions[: ids.shape[1]].to(c)
 
     @staticmethod
     def layer(model, index: int) -> _Layer:
@@ -288,7 +292,7 @@ class _GPT:
 
     @staticmethod
     def logits(model, x: Tensor) -> Tensor:
-        return reference.linear(_norm(F.layer_norm, model.transformer.ln_f)(x), model.lm_head.weight)
+        return _logits(model, _norm(F.layer_norm, model.transformer.ln_f)(x))
 
 
 class _Llama:
@@ -296,7 +300,7 @@ class _Llama:
 
     @staticmethod
     def embed(model, ids: Tensor) -> Tensor:
-        return model.embed.weight[ids].to(reference._result_dtype(model.embed.weight))
+        return packing.embed(model.embed, ids).to(reference._result_dtype(model.embed.weight))
 
     @staticmethod
     def layer(model, index: int) -> _Layer:
@@ -317,7 +321,7 @@ class _Llama:
 
     @staticmethod
     def logits(model, x: Tensor) -> Tensor:
-        return reference.linear(_norm(F.rms_norm, model.norm)(x), model.lm_head.weight)
+        return _logits(model, _norm(F.rms_norm, model.norm)(x))
 
 
 def _family(model) -> type[_GPT] | type[_Llama]:

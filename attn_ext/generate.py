@@ -241,6 +241,8 @@ class Engine:
         max_batch_tokens: tokens of one step, which bounds how long a step takes; a longer prompt is read in chunks.
         max_seqs: requests that run at once; others wait.
         prefix_cache: reuse the blocks of prompts that begin alike.
+        pack: reorder the weights in place for the CPU kernels (`model.pack_weights()`, where it has that): faster,
+            the same results; `model.unpack_weights()` puts them back.
         tokenizer: `attn_ext.tokenizer.Tokenizer` or anything with its encode, stream and eos_ids. With one, prompts
             may be strings, events carry text, and stop strings and end-of-text tokens work.
 
@@ -262,7 +264,7 @@ class Engine:
 
     def __init__(
         self, model: PagedModel, *, num_blocks: int | None = None, cache_bytes: int | None = None, block_size: int = 16,
-        max_batch_tokens: int = 512, max_seqs: int = 64, prefix_cache: bool = True, tokenizer=None,
+        max_batch_tokens: int = 512, max_seqs: int = 64, prefix_cache: bool = True, pack: bool = True, tokenizer=None,
     ):  # fmt: skip
         for name, value in (("max_batch_tokens", max_batch_tokens), ("max_seqs", max_seqs), ("block_size", block_size)):
             if not hasattr(value, "__index__") or value < 1:
@@ -285,6 +287,8 @@ class Engine:
             model.n_layers, model.n_kv_heads, model.head_dim, num_blocks=num_blocks, block_size=block_size,
             dtype=model.dtype, device=model.device, prefix_cache=prefix_cache,
         )  # fmt: skip
+        if pack and hasattr(model, "pack_weights"):
+            model.pack_weights()
         self._requests: dict[int, _Request] = {}  # all that are not finished
         # Both in order of submission, and all that runs is older than all that waits.
         self._waiting: deque[_Request] = deque()

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from attn_ext import ops
+from attn_ext import ops, packing
 from attn_ext._config import check_positive, check_sizes
 from attn_ext.kv_cache import PagedKVCache, StepBatch
 
@@ -150,7 +149,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -212,8 +211,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        h = ops.linear(x, self.gate.weight, self.gate.bias, activation="silu")
-        h = h * ops.linear(x, self.up.weight, self.up.bias)
+        gate = ops.linear(x, self.gate.weight, self.gate.bias, activation="silu")
+        h = ops.linear(x, self.up.weight, self.up.bias, multiply=gate)
         return ops.linear(h, self.down.weight, self.down.bias, residual=residual)
 
 
@@ -236,7 +235,7 @@ class Block(nn.Module):
         return self.mlp(self.norm_2(x), residual=x)
 
 
-class Llama(nn.Module):
+class Llama(packing.PackableModel):
     """A Llama-family language model.
 
     >>> import torch
@@ -293,10 +292,10 @@ class Llama(nn.Module):
         if t > self.max_seq_len:
             raise ValueError(f"Llama.forward: idx must be at most max_seq_len ({self.max_seq_len}) long, got {t}")
         rope = self.rope(torch.arange(t, device=idx.device).repeat(b))
-        x = self.embed(idx)
+        x = packing.embed(self.embed, idx)
         for block in self.layers:
             x = block(x, rope)
-        return ops.linear(self.norm(x), self.lm_head.weight)
+        return packing.head(self.lm_head, self.norm(x))
 
     @torch.no_grad()
     def forward_paged(self, batch: StepBatch, cache: PagedKVCache) -> Tensor:
@@ -306,7 +305,7 @@ class Llama(nn.Module):
         `max_seq_len`.
         """
         rope = self.rope(batch.positions)
-        x = self.embed(batch.tokens)
+        x = packing.embed(self.embed, batch.tokens)
         for layer, block in enumerate(self.layers):
             x = block.forward_paged(x, rope, layer, batch, cache)
-        return ops.linear(self.norm(x[batch.logit_rows]), self.lm_head.weight).float()
+        return packing.head(self.lm_head, self.norm(x[batch.logit_rows])).float()

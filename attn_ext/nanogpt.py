@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attn_ext import ops
+from attn_ext import ops, packing
 from attn_ext._config import check_positive, check_sizes
 from attn_ext.kv_cache import PagedKVCache, StepBatch
 
@@ -92,7 +92,7 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class CausalSelfAttention(nn.Module):
@@ -194,7 +194,7 @@ class Block(nn.Module):
         return self.mlp(self.ln_2(x), residual=x)
 
 
-class GPT(nn.Module):
+class GPT(packing.PackableModel):
     """nanoGPT's GPT: token and position embeddings, `n_layer` blocks, a final LayerNorm and a head tied to `wte`.
 
     >>> import torch
@@ -259,13 +259,13 @@ class GPT(nn.Module):
         if t > self.config.block_size:
             raise ValueError(f"GPT.forward: idx must be at most block_size ({self.config.block_size}) long, got {t}")
         _refuse_dropout(self, self.config.dropout)
-        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(t, device=idx.device))
+        x = packing.embed(self.transformer.wte, idx) + self.transformer.wpe(torch.arange(t, device=idx.device))
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
         if targets is None:
-            return ops.linear(x[:, -1:], self.lm_head.weight), None
-        logits = ops.linear(x, self.lm_head.weight)
+            return packing.head(self.lm_head, x[:, -1:]), None
+        logits = packing.head(self.lm_head, x)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits, loss
 
@@ -276,11 +276,11 @@ class GPT(nn.Module):
         Writes the K and V of the step's tokens into their slots. Inference only. Positions must be below
         `max_seq_len`; torch's embedding raises IndexError where they are not.
         """
-        x = self.transformer.wte(batch.tokens) + self.transformer.wpe(batch.positions)
+        x = packing.embed(self.transformer.wte, batch.tokens) + self.transformer.wpe(batch.positions)
         for layer, block in enumerate(self.transformer.h):
             x = block.forward_paged(x, layer, batch, cache)
         x = self.transformer.ln_f(x[batch.logit_rows])
-        return ops.linear(x, self.lm_head.weight).float()
+        return packing.head(self.lm_head, x).float()
 
     @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:

@@ -179,7 +179,7 @@ def linear(
     >>> attn_ext.linear(x, torch.eye(2), torch.tensor([0.5, -2.0]), residual=x)
     tensor([[2.5000, 2.0000]])
     """
-    return _ops.linear(x, weight, bias, activation=activation, residual=residual, multiply=multiply)
+    return _ops.linear.default(x, weight, bias, activation=activation, residual=residual, multiply=multiply)
 
 
 @_fake("linear")
@@ -214,7 +214,7 @@ def qkv_projection(
     (torch.Size([2, 5, 4, 4]), torch.Size([2, 5, 2, 4]), True)
     """
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-    qkv = _ops.qkv_projection(x, weight, bias, n_heads=n_heads, n_kv_heads=n_kv_heads)
+    qkv = _ops.qkv_projection.default(x, weight, bias, n_heads=n_heads, n_kv_heads=n_kv_heads)
     heads = qkv.unflatten(-1, (n_heads + 2 * n_kv_heads, -1))
     return heads.split([n_heads, n_kv_heads, n_kv_heads], dim=-2)
 
@@ -257,7 +257,7 @@ def qkv_projection_to_cache(
     (torch.Size([2, 2, 8]), True, False)
     """
     cos, sin, positions = (None, None, None) if rope is None else rope
-    return _ops.qkv_projection_to_cache(
+    return _ops.qkv_projection_to_cache.default(
         x, weight, bias, key_cache, value_cache, slot_mapping,
         n_heads=n_heads, n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
         rope_cos=cos, rope_sin=sin, positions=positions,
@@ -292,7 +292,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     >>> attn_ext.rms_norm(torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.ones(4), eps=0.0)
     tensor([[1.2000, 1.6000, 0.0000, 0.0000]])
     """
-    return _ops.rms_norm(x, weight, eps)
+    return _ops.rms_norm.default(x, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -311,7 +311,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     >>> attn_ext.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.tensor([0.0, 0.5]), eps=0.0)
     tensor([[-1.0000,  1.5000]])
     """
-    return _ops.layer_norm(x, weight, bias, eps)
+    return _ops.layer_norm.default(x, weight, bias, eps)
 
 
 def _fake_norm(op, x, weight, bias):
@@ -353,7 +353,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, causal: bool =
     tensor([[1.0000, 0.0000],
             [0.5000, 0.5000]])
     """
-    return _ops.masked_softmax(scores, mask, causal=causal, scale=scale)
+    return _ops.masked_softmax.default(scores, mask, causal=causal, scale=scale)
 
 
 @_fake("masked_softmax")
@@ -398,7 +398,7 @@ def attention(
     >>> attn_ext.attention(q, k, v, causal=True)[0, :, 0, 0]
     tensor([1.0000, 1.5000, 2.0000])
     """
-    out, lse = _ops.attention(
+    out, lse = _ops.attention.default(
         q, k, v, **_options("attention", causal, scale, window, softcap, alibi_slopes, sinks, mask, bias)
     )
     return (out, lse) if return_lse else out
@@ -408,10 +408,10 @@ def _options(op, causal, scale, window, softcap, alibi_slopes, sinks, mask, bias
     window = (-1, -1) if window is None else window
     _must(isinstance(window, tuple | list) and len(window) == 2, op, "window", "be None or (left, right)", repr(window))
     left, right = window
-    return {
-        "causal": causal, "scale": scale, "window_left": left, "window_right": right, "softcap": softcap,
-        "alibi_slopes": alibi_slopes, "sinks": sinks, "mask": mask, "bias": bias,
-    }  # fmt: skip
+    tensors = {"alibi_slopes": alibi_slopes, "sinks": sinks, "mask": mask, "bias": bias}
+    options = {"causal": causal, "scale": scale, "window_left": left, "window_right": right, "softcap": softcap}
+    # What is not given is left out: the dispatcher takes time for every argument.
+    return options | {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _fake_attention(op, q, keys_and_values, options, **tensors):
@@ -464,7 +464,7 @@ def attention_varlen(
     >>> bool(torch.equal(out[1:], attn_ext.attention(q[None, 1:], k[None, 1:], v[None, 1:], causal=True)[0]))
     True
     """
-    out, lse = _ops.attention_varlen(
+    out, lse = _ops.attention_varlen.default(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         **_options("attention_varlen", causal, scale, window, softcap, alibi_slopes, sinks, mask, bias),
     )  # fmt: skip
@@ -511,7 +511,7 @@ def paged_attention(
     >>> bool(torch.equal(out, attn_ext.attention(q, k, v)))
     True
     """
-    out, lse = _ops.paged_attention(
+    out, lse = _ops.paged_attention.default(
         q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         **_options("paged_attention", causal, scale, window, softcap, alibi_slopes, sinks, mask, bias),
     )  # fmt: skip
@@ -546,7 +546,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     >>> torch.allclose(out, attn_ext.attention(q, k, v), atol=1e-6)
     True
     """
-    return _ops.merge_attention(out_a, lse_a, out_b, lse_b)
+    return _ops.merge_attention.default(out_a, lse_a, out_b, lse_b)
 
 
 @_fake("merge_attention")
@@ -575,7 +575,7 @@ def append_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
     >>> k_cache[1, :, 0, 0]
     tensor([0., 1., 0., 0.])
     """
-    _ops.append_kv(key, value, key_cache, value_cache, slot_mapping)
+    _ops.append_kv.default(key, value, key_cache, value_cache, slot_mapping)
 
 
 @_fake("append_kv")
@@ -607,7 +607,7 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, block_pairs: Tensor | li
     if not isinstance(block_pairs, Tensor):
         pairs = torch.tensor(block_pairs, device=key_cache.device)  # of floats or bools: refused like such a tensor
         block_pairs = pairs if len(block_pairs) else pairs.long().reshape(0, 2)
-    _ops.copy_blocks(key_cache, value_cache, block_pairs)
+    _ops.copy_blocks.default(key_cache, value_cache, block_pairs)
 
 
 @_fake("copy_blocks")

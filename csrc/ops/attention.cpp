@@ -37,10 +37,10 @@ struct Options {
     p.scale = scale.value_or(1.0 / std::sqrt(double(p.D)));
     c.finite(p.scale, "scale", dtype);
     c.finite(softcap, "softcap", dtype);
-    c.check(softcap >= 0, "softcap", "be at least 0 (0 = none)", std::to_string(softcap));
+    ATTN_EXT_CHECK(c, softcap >= 0, "softcap", "be at least 0 (0 = none)", std::to_string(softcap));
     p.softcap = softcap;
-    c.check(window_left >= -1 && window_right >= -1, "window", "have entries of at least -1 (-1 = unlimited)",
-            to_string({window_left, window_right}));
+    ATTN_EXT_CHECK(c, window_left >= -1 && window_right >= -1, "window", "have entries of at least -1 (-1 = unlimited)",
+                   to_string({window_left, window_right}));
     constexpr int64_t unlimited = int64_t(1) << 48;  // longer than any sequence, and position + window cannot overflow
     p.window_left = std::min(window_left, unlimited);
     p.window_right = std::min(window_right, unlimited);
@@ -48,8 +48,9 @@ struct Options {
       c.same_device(q, "q", {{"alibi_slopes", &*alibi_slopes}});
       c.dtype(*alibi_slopes, "alibi_slopes", accumulate);
       const Shape shape = shape_of(*alibi_slopes);
-      c.check(shape == Shape{p.H} || shape == Shape{p.B, p.H}, "alibi_slopes",
-              "have shape (H,) = " + to_string({p.H}) + " or (B, H) = " + to_string({p.B, p.H}), to_string(shape));
+      ATTN_EXT_CHECK(c, (shape == Shape{p.H} || shape == Shape{p.B, p.H}), "alibi_slopes",
+                     "have shape (H,) = " + to_string({p.H}) + " or (B, H) = " + to_string({p.B, p.H}),
+                     to_string(shape));
       alibi_slopes = unit_last_stride(*alibi_slopes);
       p.alibi_slopes = alibi_slopes->const_data_ptr();
       p.alibi_batch_stride = shape.size() == 2 ? alibi_slopes->stride(0) : 0;
@@ -73,8 +74,8 @@ struct Options {
     if (bias) {
       c.same_device(q, "q", {{"bias", &*bias}});
       const ScalarType given = bias->scalar_type();
-      c.check(given == ScalarType::Float || given == dtype, "bias",
-              "be float32 or of the dtype of q (" + to_string(dtype) + ")", to_string(given));
+      ATTN_EXT_CHECK(c, given == ScalarType::Float || given == dtype, "bias",
+                     "be float32 or of the dtype of q (" + to_string(dtype) + ")", to_string(given));
       const auto strides = broadcast_strides(c, *bias, "bias", target, layout, ragged);
       std::copy(strides.begin(), strides.end(), p.bias_strides);
       p.bias = bias->const_data_ptr();
@@ -87,9 +88,9 @@ int64_t stride_of(const Tensor& t, int64_t i) { return t.size(i) == 1 ? 0 : t.st
 
 void check_head_dim(const Checker& c, const Tensor& q, const Tensor& k, const char* name) {
   const int64_t D = q.size(q.dim() - 1);
-  c.check(D >= 1, "q", "have a head_dim of at least 1", to_string(shape_of(q)));
-  c.check(k.size(k.dim() - 1) == D, name, "have the head_dim of q (" + std::to_string(D) + ")",
-          std::to_string(k.size(k.dim() - 1)));
+  ATTN_EXT_CHECK(c, D >= 1, "q", "have a head_dim of at least 1", to_string(shape_of(q)));
+  ATTN_EXT_CHECK(c, k.size(k.dim() - 1) == D, name, "have the head_dim of q (" + std::to_string(D) + ")",
+                 std::to_string(k.size(k.dim() - 1)));
 }
 
 // Boundaries of ragged sequences: 0, ascending, ending at `total`. On a device, where they are not known, the longest
@@ -98,36 +99,36 @@ Indices<int32_t> checked_cu_seqlens(const Checker& c, const Tensor& t, const cha
                                     const std::optional<int64_t>& given, bool fetch, int64_t& longest) {
   auto cu = c.indices<int32_t>(t, name);
   if (!given && fetch && !cu.known()) cu.fetch();
-  c.check(cu.size > 0, name, "start with 0", "no entry");
+  ATTN_EXT_CHECK(c, cu.size > 0, name, "start with 0", "no entry");
   if (!cu.known()) {
     longest = std::clamp<int64_t>(given.value_or(total), 0, total);
     return cu;
   }
-  c.check(cu[0] == 0, name, "start with 0", std::to_string(cu[0]));
+  ATTN_EXT_CHECK(c, cu[0] == 0, name, "start with 0", std::to_string(cu[0]));
   longest = 0;
   for (int64_t i = 1; i < cu.size; ++i) {
-    c.check(cu[i] >= cu[i - 1], name, "never decrease",
-            std::to_string(cu[i - 1]) + " then " + std::to_string(cu[i]) + " at " + std::to_string(i));
+    ATTN_EXT_CHECK(c, cu[i] >= cu[i - 1], name, "never decrease",
+                   std::to_string(cu[i - 1]) + " then " + std::to_string(cu[i]) + " at " + std::to_string(i));
     longest = std::max<int64_t>(longest, cu[i] - cu[i - 1]);
   }
-  c.check(cu[cu.size - 1] == total, name, "end with the number of rows (" + std::to_string(total) + ")",
-          std::to_string(cu[cu.size - 1]));
+  ATTN_EXT_CHECK(c, cu[cu.size - 1] == total, name, "end with the number of rows (" + std::to_string(total) + ")",
+                 std::to_string(cu[cu.size - 1]));
   return cu;
 }
 
 void check_longest(const Checker& c, const std::optional<int64_t>& given, const char* name, int64_t longest) {
   if (given)
-    c.check(*given >= longest, name, "be at least the longest sequence (" + std::to_string(longest) + ")",
-            std::to_string(*given));
+    ATTN_EXT_CHECK(c, *given >= longest, name, "be at least the longest sequence (" + std::to_string(longest) + ")",
+                   std::to_string(*given));
 }
 
 // Output and lse for q (B, Tq, H, D) or (total, H, D), and their strides.
 OutAndLse make_outputs(const Tensor& q, AttentionParams& p) {
   const Shape shape = shape_of(q);
-  Tensor out = torch::stable::new_empty(q, shape);
+  Tensor out = new_tensor(q, shape);
   const bool ragged = shape.size() == 3;
   const Shape lse_shape = ragged ? Shape{p.H, shape[0]} : Shape{p.B, p.H, shape[1]};
-  Tensor lse = torch::stable::new_empty(q, lse_shape, accumulate_dtype(q.scalar_type()));
+  Tensor lse = new_tensor(q, lse_shape, accumulate_dtype(q.scalar_type()));
   p.out = out.mutable_data_ptr();
   p.out_head_stride = p.D;
   p.out_row_stride = p.H * p.D;
@@ -169,9 +170,9 @@ OutAndLse attention(Tensor q, Tensor k, Tensor v, bool causal, std::optional<dou
   c.rank(k, "k", 4, "(B, Tk, Hkv, D)");
   c.same_device(q, "q", {{"k", &k}, {"v", &v}});
   c.same_dtype({{"q", &q}, {"k", &k}, {"v", &v}});
-  c.check(shape_of(k) == shape_of(v), "v", "have the shape of k " + to_string(shape_of(k)), to_string(shape_of(v)));
-  c.check(k.size(0) == q.size(0), "k", "have the batch size of q (" + std::to_string(q.size(0)) + ")",
-          std::to_string(k.size(0)));
+  ATTN_EXT_CHECK(c, same_shape(k, v), "v", "have the shape of k " + to_string(shape_of(k)), to_string(shape_of(v)));
+  ATTN_EXT_CHECK(c, k.size(0) == q.size(0), "k", "have the batch size of q (" + std::to_string(q.size(0)) + ")",
+                 std::to_string(k.size(0)));
   check_head_dim(c, q, k, "k");
   c.heads(q.size(2), k.size(2));
 
@@ -205,7 +206,7 @@ OutAndLse attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Te
   c.rank(k, "k", 3, "(total_k, Hkv, D)");
   c.same_device(q, "q", {{"k", &k}, {"v", &v}, {"cu_seqlens_q", &cu_seqlens_q}, {"cu_seqlens_k", &cu_seqlens_k}});
   c.same_dtype({{"q", &q}, {"k", &k}, {"v", &v}});
-  c.check(shape_of(k) == shape_of(v), "v", "have the shape of k " + to_string(shape_of(k)), to_string(shape_of(v)));
+  ATTN_EXT_CHECK(c, same_shape(k, v), "v", "have the shape of k " + to_string(shape_of(k)), to_string(shape_of(v)));
   check_head_dim(c, q, k, "k");
   c.heads(q.size(1), k.size(1));
 
@@ -220,8 +221,8 @@ OutAndLse attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Te
   const bool fetch = options.covers_less(p.total_q, p.total_k);
   const auto cu_q = checked_cu_seqlens(c, cu_seqlens_q, "cu_seqlens_q", p.total_q, max_seqlen_q, fetch, p.Tq);
   const auto cu_k = checked_cu_seqlens(c, cu_seqlens_k, "cu_seqlens_k", p.total_k, max_seqlen_k, fetch, p.Tk);
-  c.check(cu_k.size == cu_q.size, "cu_seqlens_k",
-          "have as many entries as cu_seqlens_q (" + std::to_string(cu_q.size) + ")", std::to_string(cu_k.size));
+  ATTN_EXT_CHECK(c, cu_k.size == cu_q.size, "cu_seqlens_k",
+                 "have as many entries as cu_seqlens_q (" + std::to_string(cu_q.size) + ")", std::to_string(cu_k.size));
   check_longest(c, max_seqlen_q, "max_seqlen_q", p.Tq);
   check_longest(c, max_seqlen_k, "max_seqlen_k", p.Tk);
   p.B = cu_q.size - 1;
@@ -250,8 +251,8 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
                 {{"key_cache", &key_cache},
                  {"value_cache", &value_cache},
                  {"block_table", &block_table},
-                 {"seq_lens", &seq_lens}});
-  if (ragged) c.same_device(q, "q", {{"cu_seqlens_q", &*cu_seqlens_q}});
+                 {"seq_lens", &seq_lens},
+                 {"cu_seqlens_q", given(cu_seqlens_q)}});
   c.same_dtype({{"q", &q}, {"key_cache", &key_cache}, {"value_cache", &value_cache}});
   check_head_dim(c, q, key_cache, "key_cache");
   const int64_t H = q.size(q.dim() - 2);
@@ -279,10 +280,10 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
     p.Tq = q.size(1);
   }
   check_longest(c, max_seqlen_q, "max_seqlen_q", p.Tq);
-  c.check(lens.size == p.B, "seq_lens", "have one entry a sequence (" + std::to_string(p.B) + ")",
-          std::to_string(lens.size));
-  c.check(block_table.size(0) == p.B, "block_table", "have one row a sequence (" + std::to_string(p.B) + ")",
-          to_string(shape_of(block_table)));
+  ATTN_EXT_CHECK(c, lens.size == p.B, "seq_lens", "have one entry a sequence (" + std::to_string(p.B) + ")",
+                 std::to_string(lens.size));
+  ATTN_EXT_CHECK(c, block_table.size(0) == p.B, "block_table", "have one row a sequence (" + std::to_string(p.B) + ")",
+                 to_string(shape_of(block_table)));
 
   // Only the entries a sequence needs are looked at.
   block_table = unit_last_stride(block_table);
@@ -293,11 +294,13 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
   const int64_t capacity = block_table.size(1) * p.block_size;
   if (!lens.known() && options.covers_less(0, capacity)) lens.fetch();
   if (!lens.known()) p.Tk = capacity;
+  const bool check_blocks = block_table.is_cpu();
   for (int64_t b = 0; lens.known() && b < p.B; ++b) {
-    c.check(lens[b] >= 0 && lens[b] <= capacity, "seq_lens[" + std::to_string(b) + "]",
-            "be between 0 and max_blocks * block_size (" + std::to_string(capacity) + ")", std::to_string(lens[b]));
+    ATTN_EXT_CHECK(c, lens[b] >= 0 && lens[b] <= capacity, "seq_lens[" + std::to_string(b) + "]",
+                   "be between 0 and max_blocks * block_size (" + std::to_string(capacity) + ")",
+                   std::to_string(lens[b]));
     p.Tk = std::max<int64_t>(p.Tk, lens[b]);
-    for (int64_t i = 0; block_table.is_cpu() && i * p.block_size < lens[b]; ++i) {
+    for (int64_t i = 0; check_blocks && i * p.block_size < lens[b]; ++i) {
       const int32_t block = p.block_table[b * p.block_table_stride + i];
       if (block < 0 || block >= p.num_blocks)
         c.fail("block_table[" + std::to_string(b) + "][" + std::to_string(i) + "]",
@@ -318,11 +321,13 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
 OutAndLse merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) {
   const Checker c{"merge_attention"};
   const bool ragged = out_a.dim() == 3;
-  c.check(ragged || out_a.dim() == 4, "out_a", "have shape (B, T, H, D) or (total, H, D)", to_string(shape_of(out_a)));
+  ATTN_EXT_CHECK(c, ragged || out_a.dim() == 4, "out_a", "have shape (B, T, H, D) or (total, H, D)",
+                 to_string(shape_of(out_a)));
   c.same_device(out_a, "out_a", {{"lse_a", &lse_a}, {"out_b", &out_b}, {"lse_b", &lse_b}});
   c.same_dtype({{"out_a", &out_a}, {"out_b", &out_b}});
   const Shape shape = shape_of(out_a);
-  c.check(shape_of(out_b) == shape, "out_b", "have the shape of out_a " + to_string(shape), to_string(shape_of(out_b)));
+  ATTN_EXT_CHECK(c, shape_of(out_b) == shape, "out_b", "have the shape of out_a " + to_string(shape),
+                 to_string(shape_of(out_b)));
   const Shape lse_shape = ragged ? Shape{shape[1], shape[0]} : Shape{shape[0], shape[2], shape[1]};
   const ScalarType accumulate = accumulate_dtype(out_a.scalar_type());
   for (const auto& [name, lse] : {std::pair{"lse_a", &lse_a}, std::pair{"lse_b", &lse_b}}) {
@@ -349,8 +354,8 @@ OutAndLse merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b
   p.out_b = out_b.const_data_ptr();
   p.lse_a = lse_a.const_data_ptr();
   p.lse_b = lse_b.const_data_ptr();
-  Tensor out = torch::stable::new_empty(out_a, shape);
-  Tensor lse = torch::stable::new_empty(out_a, lse_shape, accumulate);
+  Tensor out = new_tensor(out_a, shape);
+  Tensor lse = new_tensor(out_a, lse_shape, accumulate);
   p.out = out.mutable_data_ptr();
   p.lse = lse.mutable_data_ptr();
   if (p.B * p.T * p.H > 0) run(c.op, out_a, p);

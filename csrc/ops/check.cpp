@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <sstream>
 #include <stdexcept>
 
@@ -65,10 +66,17 @@ bool is_floating(ScalarType dtype) {
          dtype == ScalarType::BFloat16;
 }
 
-std::string device_of(const Tensor& t) {
-  int32_t type = 0, index = 0;
-  aoti_torch_get_device_type(t.get(), &type);
-  aoti_torch_get_device_index(t.get(), &index);
+using DeviceOf = std::pair<int32_t, int32_t>;  // type, index
+
+DeviceOf device_of(const Tensor& t) {
+  DeviceOf device{};
+  aoti_torch_get_device_type(t.get(), &device.first);
+  aoti_torch_get_device_index(t.get(), &device.second);
+  return device;
+}
+
+std::string to_string(const DeviceOf& device) {
+  const auto [type, index] = device;
   const std::string name = type == aoti_torch_device_type_cpu()    ? "cpu"
                            : type == aoti_torch_device_type_cuda() ? "cuda"
                            : type == aoti_torch_device_type_meta() ? "meta"
@@ -131,8 +139,8 @@ bool overlap(const Tensor& a, const Tensor& b) {
 
 void Checker::finite(double value, const char* name, ScalarType dtype) const {
   const bool wide = dtype == ScalarType::Double;
-  check(std::isfinite(wide ? value : double(float(value))), name, wide ? "be finite" : "be finite in float32",
-        number(value));
+  ATTN_EXT_CHECK(*this, std::isfinite(wide ? value : double(float(value))), name,
+                 wide ? "be finite" : "be finite in float32", number(value));
 }
 
 void Checker::fail(const std::string& argument, const std::string& rule, const std::string& got) const {
@@ -140,67 +148,108 @@ void Checker::fail(const std::string& argument, const std::string& rule, const s
 }
 
 void Checker::rank(const Tensor& t, const char* name, int64_t rank, const char* layout) const {
-  check(t.dim() == rank, name, std::string("have shape ") + layout, to_string(shape_of(t)));
+  ATTN_EXT_CHECK(*this, t.dim() == rank, name, std::string("have shape ") + layout, to_string(shape_of(t)));
 }
 
 void Checker::shape(const Tensor& t, const char* name, const Shape& expected, const char* layout) const {
-  check(shape_of(t) == expected, name, std::string("have shape ") + layout + " = " + to_string(expected),
-        to_string(shape_of(t)));
+  const auto sizes = t.sizes();
+  ATTN_EXT_CHECK(*this, std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), name,
+                 std::string("have shape ") + layout + " = " + to_string(expected), to_string(shape_of(t)));
 }
 
 void Checker::floating(const Tensor& t, const char* name) const {
-  check(is_floating(t.scalar_type()), name, "be float32, bfloat16, float16 or float64", to_string(t.scalar_type()));
+  ATTN_EXT_CHECK(*this, is_floating(t.scalar_type()), name, "be float32, bfloat16, float16 or float64",
+                 to_string(t.scalar_type()));
 }
 
 void Checker::dtype(const Tensor& t, const char* name, ScalarType expected) const {
-  check(t.scalar_type() == expected, name, "be " + to_string(expected), to_string(t.scalar_type()));
+  ATTN_EXT_CHECK(*this, t.scalar_type() == expected, name, "be " + to_string(expected), to_string(t.scalar_type()));
 }
 
-void Checker::same_dtype(const std::vector<std::pair<const char*, const Tensor*>>& tensors) const {
-  floating(*tensors[0].second, tensors[0].first);
-  bool same = true;
+void Checker::same_dtype(std::initializer_list<Named> tensors) const {
+  const Tensor& first = *tensors.begin()->second;
+  floating(first, tensors.begin()->first);
+  const ScalarType dtype = first.scalar_type();
+  const auto differs = [&](const Named& t) { return t.second && t.second->scalar_type() != dtype; };
+  if (std::none_of(tensors.begin(), tensors.end(), differs)) return;
+  std::vector<Named> present;
+  for (const Named& t : tensors)
+    if (t.second) present.push_back(t);
   std::string names, dtypes;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    same &= tensors[i].second->scalar_type() == tensors[0].second->scalar_type();
-    names += (i == 0 ? "" : i + 1 == tensors.size() ? " and " : ", ") + std::string(tensors[i].first);
-    dtypes += (i == 0 ? "" : ", ") + to_string(tensors[i].second->scalar_type());
+  for (size_t i = 0; i < present.size(); ++i) {
+    names += (i == 0 ? "" : i + 1 == present.size() ? " and " : ", ") + std::string(present[i].first);
+    dtypes += (i == 0 ? "" : ", ") + to_string(present[i].second->scalar_type());
   }
-  check(same, names, "have the same dtype", dtypes);
+  fail(names, "have the same dtype", dtypes);
 }
 
-void Checker::same_device(const Tensor& first, const char* first_name,
-                          const std::vector<std::pair<const char*, const Tensor*>>& others) const {
-  const std::string device = device_of(first);
+void Checker::same_device(const Tensor& first, const char* first_name, std::initializer_list<Named> others) const {
+  const DeviceOf device = device_of(first);
   for (const auto& [name, t] : others)
-    check(device_of(*t) == device, name, "be on the device of " + std::string(first_name) + " (" + device + ")",
-          device_of(*t));
+    ATTN_EXT_CHECK(*this, !t || device_of(*t) == device, name,
+                   "be on the device of " + std::string(first_name) + " (" + to_string(device) + ")",
+                   to_string(device_of(*t)));
 }
 
 void Checker::heads(int64_t H, int64_t Hkv) const {
-  check(H >= 1 && Hkv >= 1 && H % Hkv == 0, "the number of query heads",
-        "be a positive multiple of the number of key/value heads",
-        std::to_string(H) + " query heads and " + std::to_string(Hkv) + " key/value heads");
+  ATTN_EXT_CHECK(*this, H >= 1 && Hkv >= 1 && H % Hkv == 0, "the number of query heads",
+                 "be a positive multiple of the number of key/value heads",
+                 std::to_string(H) + " query heads and " + std::to_string(Hkv) + " key/value heads");
 }
 
 void Checker::caches(const Tensor& key_cache, const Tensor& value_cache, Caches use) const {
   const char* layout = "(num_blocks, block_size, Hkv, D)";
   rank(key_cache, "key_cache", 4, layout);
   rank(value_cache, "value_cache", 4, layout);
-  check(shape_of(key_cache) == shape_of(value_cache), "value_cache",
-        "have the shape of key_cache " + to_string(shape_of(key_cache)), to_string(shape_of(value_cache)));
-  check(key_cache.size(1) >= 1, "key_cache", "have a block size of at least 1", to_string(shape_of(key_cache)));
+  ATTN_EXT_CHECK(*this, same_shape(key_cache, value_cache), "value_cache",
+                 "have the shape of key_cache " + to_string(shape_of(key_cache)), to_string(shape_of(value_cache)));
+  ATTN_EXT_CHECK(*this, key_cache.size(1) >= 1, "key_cache", "have a block size of at least 1",
+                 to_string(shape_of(key_cache)));
   for (const auto& [name, cache] : {std::pair{"key_cache", &key_cache}, std::pair{"value_cache", &value_cache}})
-    check(cache->size(3) <= 1 || cache->stride(3) == 1, name, "have stride 1 in its last dimension",
-          "stride " + std::to_string(cache->stride(3)));
+    ATTN_EXT_CHECK(*this, cache->size(3) <= 1 || cache->stride(3) == 1, name, "have stride 1 in its last dimension",
+                   "stride " + std::to_string(cache->stride(3)));
   if (use == Caches::read || key_cache.numel() == 0) return;
   for (const auto& [name, cache] : {std::pair{"key_cache", &key_cache}, std::pair{"value_cache", &value_cache}})
-    check(!overlaps_itself(*cache), name, "not overlap itself", "strides " + to_string(strides_of(*cache)));
-  check(!overlap(key_cache, value_cache), "value_cache", "not overlap key_cache", "memory that they share");
+    ATTN_EXT_CHECK(*this, !overlaps_itself(*cache), name, "not overlap itself",
+                   "strides " + to_string(strides_of(*cache)));
+  ATTN_EXT_CHECK(*this, !overlap(key_cache, value_cache), "value_cache", "not overlap key_cache",
+                 "memory that they share");
 }
 
 Tensor unit_last_stride(const Tensor& t) {
   if (t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1) return t;
   return torch::stable::contiguous(t);
+}
+
+bool same_shape(const Tensor& a, const Tensor& b) {
+  const auto x = a.sizes(), y = b.sizes();
+  return std::equal(x.begin(), x.end(), y.begin(), y.end());
+}
+
+// Straight from torch's allocators: new_empty would go through the dispatcher, which costs more than a small kernel.
+Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  Shape strides(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0; stride *= std::max<int64_t>(shape[i], 1)) strides[i] = stride;
+  const auto [type, index] = device_of(like);
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(shape.size()), shape.data(), strides.data(),
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), type, index, &handle));
+  return Tensor(handle);
+}
+
+Tensor new_tensor(const Tensor& like, const Shape& shape) { return new_tensor(like, shape, like.scalar_type()); }
+
+void mark_written(const Tensor& key_cache, const Tensor& value_cache) {
+  for (const Tensor& cache : {std::ref(key_cache), std::ref(value_cache)}) {
+    StableIValue inference[1] = {torch::stable::detail::from(cache)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::is_inference", "", inference, TORCH_ABI_VERSION));
+    if (torch::stable::detail::to<bool>(inference[0])) continue;  // has no version
+    // The stable ABI cannot ask for a new version as such. A tensor copied to itself gets one and is not touched.
+    Tensor self = cache;
+    torch::stable::copy_(self, cache);
+  }
 }
 
 Tensor as_rows(const Tensor& t, int64_t rows, int64_t columns, int64_t& stride) {
@@ -234,8 +283,9 @@ std::array<int64_t, 4> broadcast_strides(const Checker& c, const Tensor& t, cons
     ok = size == 1 || size == want || (may_be_longer && size > want);
     strides[static_cast<size_t>(i)] = size == 1 ? 0 : t.stride(i - missing);
   }
-  c.check(ok, name, std::string("broadcast to ") + layout + " = " + to_string(Shape(target.begin(), target.end())),
-          to_string(got));
+  ATTN_EXT_CHECK(c, ok, name,
+                 std::string("broadcast to ") + layout + " = " + to_string(Shape(target.begin(), target.end())),
+                 to_string(got));
   return strides;
 }
 

@@ -5,14 +5,6 @@
 namespace attn_ext::ops {
 namespace {
 
-std::vector<std::pair<const char*, const Tensor*>> present(
-    std::initializer_list<std::pair<const char*, const OptionalTensor*>> optional) {
-  std::vector<std::pair<const char*, const Tensor*>> tensors;
-  for (const auto& [name, t] : optional)
-    if (t->has_value()) tensors.push_back({name, &t->value()});
-  return tensors;
-}
-
 // The sizes of a weight: (N, K), or (N / 16, K / P, 16, P) as pack_weight lays it out (params.h).
 struct WeightSizes {
   bool packed;
@@ -20,21 +12,21 @@ struct WeightSizes {
 
   WeightSizes(const Checker& c, const Tensor& weight, const char* layout) : packed(weight.dim() == 4) {
     if (!packed) {
-      c.check(weight.dim() == 2, "weight", std::string("have shape ") + layout + " or be packed by pack_weight",
-              to_string(shape_of(weight)));
+      ATTN_EXT_CHECK(c, weight.dim() == 2, "weight",
+                     std::string("have shape ") + layout + " or be packed by pack_weight", to_string(shape_of(weight)));
       N = weight.size(0);
       K = weight.size(1);
       return;
     }
-    c.check(!weight.is_cuda(), "weight", std::string("have shape ") + layout + " on a CUDA device",
-            "one packed for the CPU, " + to_string(shape_of(weight)));
+    ATTN_EXT_CHECK(c, !weight.is_cuda(), "weight", std::string("have shape ") + layout + " on a CUDA device",
+                   "one packed for the CPU, " + to_string(shape_of(weight)));
     const ScalarType dtype = weight.scalar_type();
     const int64_t P = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half ? 2 : 1;
-    c.check(weight.size(2) == 16 && weight.size(3) == P, "weight",
-            "be packed in its present dtype (" + to_string(dtype) + ": shape (N / 16, K" + (P == 2 ? " / 2" : "") +
-                ", 16, " + std::to_string(P) + "))",
-            to_string(shape_of(weight)));
-    c.check(weight.is_contiguous(), "weight", "be contiguous when it is packed", "another layout");
+    ATTN_EXT_CHECK(c, weight.size(2) == 16 && weight.size(3) == P, "weight",
+                   "be packed in its present dtype (" + to_string(dtype) + ": shape (N / 16, K" +
+                       (P == 2 ? " / 2" : "") + ", 16, " + std::to_string(P) + "))",
+                   to_string(shape_of(weight)));
+    ATTN_EXT_CHECK(c, weight.is_contiguous(), "weight", "be contiguous when it is packed", "another layout");
     N = weight.size(0) * 16;
     K = weight.size(1) * P;
   }
@@ -49,17 +41,13 @@ struct Product {
 
   Product(const Checker& c, const Tensor& x_in, const Tensor& weight_in, const OptionalTensor& bias_in)
       : x(x_in), weight(weight_in), bias(bias_in) {
-    c.check(x.dim() >= 1, "x", "have shape (..., K)", to_string(shape_of(x)));
+    ATTN_EXT_CHECK(c, x.dim() >= 1, "x", "have shape (..., K)", to_string(shape_of(x)));
     const auto [packed, N, K] = WeightSizes(c, weight, "(N, K)");
-    c.check(x.size(x.dim() - 1) == K, "x", "have as last dimension the K of weight (" + std::to_string(K) + ")",
-            to_string(shape_of(x)));
-    std::vector<std::pair<const char*, const Tensor*>> tensors = {{"x", &x}, {"weight", &weight}};
-    if (bias) {
-      c.shape(*bias, "bias", {N}, "(N,)");
-      tensors.push_back({"bias", &*bias});
-    }
-    c.same_device(x, "x", tensors);
-    c.same_dtype(tensors);
+    ATTN_EXT_CHECK(c, x.size(x.dim() - 1) == K, "x",
+                   "have as last dimension the K of weight (" + std::to_string(K) + ")", to_string(shape_of(x)));
+    if (bias) c.shape(*bias, "bias", {N}, "(N,)");
+    c.same_device(x, "x", {{"weight", &weight}, {"bias", given(bias)}});
+    c.same_dtype({{"x", &x}, {"weight", &weight}, {"bias", given(bias)}});
 
     leading = shape_of(x);
     leading.pop_back();
@@ -92,9 +80,9 @@ Activation activation_of(const Checker& c, const std::optional<std::string>& nam
 int64_t head_dim(const Checker& c, const Tensor& weight, int64_t n_heads, int64_t n_kv_heads) {
   c.heads(n_heads, n_kv_heads);
   const int64_t rows = WeightSizes(c, weight, "((n_heads + 2 n_kv_heads) D, C)").N, heads = n_heads + 2 * n_kv_heads;
-  c.check(rows > 0 && rows % heads == 0, "weight",
-          "have a positive multiple of n_heads + 2 n_kv_heads (" + std::to_string(heads) + ") rows",
-          to_string(shape_of(weight)));
+  ATTN_EXT_CHECK(c, rows > 0 && rows % heads == 0, "weight",
+                 "have a positive multiple of n_heads + 2 n_kv_heads (" + std::to_string(heads) + ") rows",
+                 to_string(shape_of(weight)));
   return rows / heads;
 }
 
@@ -120,7 +108,7 @@ Tensor linear(Tensor x, Tensor weight, OptionalTensor bias, std::optional<std::s
   Tensor residual_rows = x, multiply_rows = x;
   p.residual = rows_of(residual, "residual", residual_rows, p.residual_stride);
   p.multiply = rows_of(multiply, "multiply", multiply_rows, p.multiply_stride);
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor y = new_tensor(x, shape);
   p.y = y.mutable_data_ptr();
   p.y_stride = p.N;
   if (p.M * p.N > 0) run(c.op, x, p);
@@ -134,7 +122,7 @@ Tensor qkv_projection(Tensor x, Tensor weight, OptionalTensor bias, int64_t n_he
   LinearParams& p = product.params;
   Shape shape = product.leading;
   shape.push_back(p.N);
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor y = new_tensor(x, shape);
   p.y = y.mutable_data_ptr();
   p.y_stride = p.N;
   if (p.M * p.N > 0) run(c.op, x, p);
@@ -146,14 +134,19 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
                                OptionalTensor rope_sin, OptionalTensor positions) {
   const Checker c{"qkv_projection_to_cache"};
   const int64_t D = head_dim(c, weight, n_heads, n_kv_heads);
-  c.same_device(x, "x", {{"key_cache", &key_cache}, {"value_cache", &value_cache}, {"slot_mapping", &slot_mapping}});
-  c.same_device(x, "x", present({{"rope_cos", &rope_cos}, {"rope_sin", &rope_sin}, {"positions", &positions}}));
+  c.same_device(x, "x",
+                {{"key_cache", &key_cache},
+                 {"value_cache", &value_cache},
+                 {"slot_mapping", &slot_mapping},
+                 {"rope_cos", given(rope_cos)},
+                 {"rope_sin", given(rope_sin)},
+                 {"positions", given(positions)}});
   Product product(c, x, weight, bias);
   c.caches(key_cache, value_cache, Checker::Caches::written);
   c.same_dtype({{"x", &x}, {"key_cache", &key_cache}, {"value_cache", &value_cache}});
-  c.check(key_cache.size(2) == n_kv_heads && key_cache.size(3) == D, "key_cache",
-          "have n_kv_heads " + std::to_string(n_kv_heads) + " and head_dim " + std::to_string(D),
-          to_string(shape_of(key_cache)));
+  ATTN_EXT_CHECK(c, key_cache.size(2) == n_kv_heads && key_cache.size(3) == D, "key_cache",
+                 "have n_kv_heads " + std::to_string(n_kv_heads) + " and head_dim " + std::to_string(D),
+                 to_string(shape_of(key_cache)));
 
   QkvToCacheParams p{};
   p.gemm = product.params;
@@ -163,25 +156,26 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
   const auto slots = checked_slots(c, slot_mapping, p.gemm.M, key_cache);
   p.slot_mapping = slots.data;
 
-  const int given = rope_cos.has_value() + rope_sin.has_value() + positions.has_value();
-  c.check(given == 0 || given == 3, "rope", "be None or (cos, sin, positions)",
-          std::to_string(given) + " of the three");
+  const int n_given = rope_cos.has_value() + rope_sin.has_value() + positions.has_value();
+  ATTN_EXT_CHECK(c, n_given == 0 || n_given == 3, "rope", "be None or (cos, sin, positions)",
+                 std::to_string(n_given) + " of the three");
   std::optional<Indices<int64_t>> position;
-  if (given) {
-    c.check(D % 2 == 0, "rope", "rotate an even head_dim", std::to_string(D));
+  if (n_given) {
+    ATTN_EXT_CHECK(c, D % 2 == 0, "rope", "rotate an even head_dim", std::to_string(D));
     c.rank(*rope_cos, "cos", 2, "(max_pos, D / 2)");
-    c.check(rope_cos->size(1) == D / 2, "cos", "have shape (max_pos, " + std::to_string(D / 2) + ")",
-            to_string(shape_of(*rope_cos)));
+    ATTN_EXT_CHECK(c, rope_cos->size(1) == D / 2, "cos", "have shape (max_pos, " + std::to_string(D / 2) + ")",
+                   to_string(shape_of(*rope_cos)));
     c.shape(*rope_sin, "sin", shape_of(*rope_cos), "(max_pos, D / 2)");
     c.dtype(*rope_cos, "cos", ScalarType::Float);
     c.dtype(*rope_sin, "sin", ScalarType::Float);
     position = c.indices<int64_t>(*positions, "positions");
-    c.check(position->size == p.gemm.M, "positions", "have one entry a token (" + std::to_string(p.gemm.M) + ")",
-            std::to_string(position->size));
+    ATTN_EXT_CHECK(c, position->size == p.gemm.M, "positions",
+                   "have one entry a token (" + std::to_string(p.gemm.M) + ")", std::to_string(position->size));
     for (int64_t i = 0; position->known() && i < position->size; ++i)
-      c.check((*position)[i] >= 0 && (*position)[i] < rope_cos->size(0), "positions[" + std::to_string(i) + "]",
-              "be a row of the rope tables (0 to " + std::to_string(rope_cos->size(0) - 1) + ")",
-              std::to_string((*position)[i]));
+      ATTN_EXT_CHECK(c, (*position)[i] >= 0 && (*position)[i] < rope_cos->size(0),
+                     "positions[" + std::to_string(i) + "]",
+                     "be a row of the rope tables (0 to " + std::to_string(rope_cos->size(0) - 1) + ")",
+                     std::to_string((*position)[i]));
     rope_cos = unit_last_stride(*rope_cos);
     rope_sin = unit_last_stride(*rope_sin);
     p.rope_cos = static_cast<const float*>(rope_cos->const_data_ptr());
@@ -195,7 +189,7 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
   Shape shape = product.leading;
   shape.push_back(n_heads);
   shape.push_back(D);
-  Tensor q = torch::stable::new_empty(x, shape);
+  Tensor q = new_tensor(x, shape);
   p.q = q.mutable_data_ptr();
   p.key_cache = key_cache.mutable_data_ptr();
   p.value_cache = value_cache.mutable_data_ptr();
@@ -206,6 +200,7 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
   }
   p.num_blocks = key_cache.size(0);
   if (p.gemm.M > 0) run(c.op, x, p);
+  mark_written(key_cache, value_cache);
   return q;
 }
 

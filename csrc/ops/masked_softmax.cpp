@@ -27,11 +27,11 @@ void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t byt
 
 Tensor masked_softmax(Tensor scores, OptionalTensor mask, bool causal, double scale) {
   const Checker c{"masked_softmax"};
-  c.check(scores.dim() >= 2, "scores", "have shape (..., Tq, Tk)", to_string(shape_of(scores)));
+  ATTN_EXT_CHECK(c, scores.dim() >= 2, "scores", "have shape (..., Tq, Tk)", to_string(shape_of(scores)));
   c.floating(scores, "scores");
   c.finite(scale, "scale", scores.scalar_type());
   const Shape shape = shape_of(scores);
-  Tensor out = torch::stable::new_empty(scores, shape);
+  Tensor out = new_tensor(scores, shape);
 
   // Four dimensions are enough: of more, the leading ones are folded into one.
   const int64_t Tq = shape[shape.size() - 2], Tk = shape[shape.size() - 1];
@@ -55,19 +55,21 @@ Tensor masked_softmax(Tensor scores, OptionalTensor mask, bool causal, double sc
   if (mask) {
     c.same_device(scores, "scores", {{"mask", &*mask}});
     const auto dtype = mask->scalar_type();
-    c.check(dtype == ScalarType::Bool || dtype == ScalarType::Float || dtype == scores.scalar_type(), "mask",
-            "be bool, float32 or of the dtype of scores (" + to_string(scores.scalar_type()) + ")", to_string(dtype));
+    ATTN_EXT_CHECK(c, dtype == ScalarType::Bool || dtype == ScalarType::Float || dtype == scores.scalar_type(), "mask",
+                   "be bool, float32 or of the dtype of scores (" + to_string(scores.scalar_type()) + ")",
+                   to_string(dtype));
     m = *mask;
     if (mask->dim() > 4) {  // only the same leading dimensions can be folded
       const Shape got = shape_of(m);
       bool same = got.size() == shape.size();
       for (size_t i = 0; same && i + 3 < got.size(); ++i) same = got[i] == shape[i];
-      c.check(same, "mask", "have at most 4 dimensions, or the leading dimensions of scores " + to_string(shape),
-              to_string(got));
+      ATTN_EXT_CHECK(c, same, "mask",
+                     "have at most 4 dimensions, or the leading dimensions of scores " + to_string(shape),
+                     to_string(got));
       m = torch::stable::reshape(m, {folded[0], got[got.size() - 3], got[got.size() - 2], got[got.size() - 1]});
     }
-    c.check(shape.size() <= 4 || m.dim() < 4 || mask->dim() > 4 || m.size(0) == 1, "mask",
-            "have as many dimensions as scores, or no leading dimension of its own", to_string(shape_of(*mask)));
+    ATTN_EXT_CHECK(c, shape.size() <= 4 || m.dim() < 4 || mask->dim() > 4 || m.size(0) == 1, "mask",
+                   "have as many dimensions as scores, or no leading dimension of its own", to_string(shape_of(*mask)));
     const auto strides = broadcast_strides(c, m, "mask", {p.B0, p.B1, p.Tq, p.Tk}, "the shape of scores", false);
     std::copy(strides.begin(), strides.end(), p.mask_strides);
     p.mask = m.const_data_ptr();

@@ -6,18 +6,14 @@ namespace attn_ext::ops {
 namespace {
 
 Tensor norm(const Checker& c, const Tensor& x, Tensor weight, OptionalTensor bias, double eps, bool centered) {
-  c.check(x.dim() >= 1, "x", "have shape (..., C)", to_string(shape_of(x)));
+  ATTN_EXT_CHECK(c, x.dim() >= 1, "x", "have shape (..., C)", to_string(shape_of(x)));
   const int64_t C = x.size(x.dim() - 1);
   c.shape(weight, "weight", {C}, "(C,)");
-  std::vector<std::pair<const char*, const Tensor*>> tensors = {{"x", &x}, {"weight", &weight}};
-  if (bias) {
-    c.shape(*bias, "bias", {C}, "(C,)");
-    tensors.push_back({"bias", &*bias});
-  }
-  c.same_device(x, "x", tensors);
-  c.same_dtype(tensors);
+  if (bias) c.shape(*bias, "bias", {C}, "(C,)");
+  c.same_device(x, "x", {{"weight", &weight}, {"bias", given(bias)}});
+  c.same_dtype({{"x", &x}, {"weight", &weight}, {"bias", given(bias)}});
   c.finite(eps, "eps", x.scalar_type());
-  c.check(eps >= 0, "eps", "be at least 0", number(eps));
+  ATTN_EXT_CHECK(c, eps >= 0, "eps", "be at least 0", number(eps));
 
   const Shape shape = shape_of(x);
   int64_t rows = 1;
@@ -34,7 +30,7 @@ Tensor norm(const Checker& c, const Tensor& x, Tensor weight, OptionalTensor bia
   p.bias = bias ? bias->const_data_ptr() : nullptr;
   p.eps = eps;
   p.centered = centered;
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor y = new_tensor(x, shape);
   p.y = y.mutable_data_ptr();
   if (rows * C > 0) run(c.op, x, p);
   return y;
