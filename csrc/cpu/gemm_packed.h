@@ -29,6 +29,9 @@ inline constexpr int kMostPanels = 4;
 template <class T>
 inline constexpr int kMostRows = kSums / kVectorsPerPanel<T> / (kVectorBytes == 64 ? 2 : 1);
 
+// Lines of a packed weight are asked for this far ahead: 512 bytes.
+inline constexpr int kPrefetchLanes = 8 * kPanel;
+
 // Panels beside each other in a block of R rows: as many as there are registers for, 1, 2 or 4.
 template <class T, int R>
 constexpr int panels_of_rows() {
@@ -51,6 +54,8 @@ ATTN_INLINE void panel_block(int64_t lines, const Element<T>* a, int64_t lda, co
   constexpr int vectors = kVectorsPerPanel<T>, steps = kStepsPerLine<T, kWidened>;
   Vec<A> sum[R][N * vectors] = {};
   for (int64_t i = 0; i < lines; ++i) {
+    if constexpr (!kWidened)  // else the panels have just been written
+      for (int n = 0; n < N; ++n) __builtin_prefetch(b.base + n * b.stride + i * kPanel + kPrefetchLanes);
     Vec<A> line[N * vectors];
     for (int v = 0; v < N * vectors; ++v)
       line[v] = load(b.base + v / vectors * b.stride + i * kPanel + v % vectors * W<A>);
@@ -106,13 +111,15 @@ ATTN_INLINE void panel_rows_of(int64_t rows, int64_t panels, int64_t lines, cons
   }
 }
 
-// C (rows, 16 panels) = or += A B, over `lines` lines of each panel.
-template <class T, bool kWidened>
+// C (rows, 16 panels) = or += A B, over `lines` lines of each panel. After each block of rows: done(row, rows).
+template <class T, bool kWidened, class Done>
 ATTN_INLINE void gemm_panels(int64_t rows, int64_t panels, int64_t lines, const Element<T>* a, int64_t lda,
-                             const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate) {
-  for (int64_t r = 0; r < rows; r += kMostRows<T>)
-    panel_rows_of<T, kWidened, kMostRows<T>>(min_of<int64_t>(kMostRows<T>, rows - r), panels, lines, a + r * lda, lda,
-                                             b, c + r * ldc, ldc, accumulate);
+                             const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate, const Done& done) {
+  for (int64_t r = 0; r < rows; r += kMostRows<T>) {
+    const int64_t count = min_of<int64_t>(kMostRows<T>, rows - r);
+    panel_rows_of<T, kWidened, kMostRows<T>>(count, panels, lines, a + r * lda, lda, b, c + r * ldc, ldc, accumulate);
+    done(r, count);
+  }
 }
 
 // `lines` lines of a packed panel of 16-bit elements, each parted and widened to two of the accumulation type.

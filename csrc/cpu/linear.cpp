@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t kDepthBlock = 256;              // k summed in registers before it joins the total
 constexpr int64_t kChunk = kMostPanels * kPanel;  // columns multiplied at a time: a group of linear
-constexpr int64_t kTaskRows = 192;                // rows of a task: preparing W costs 1/192 of a multiplication each
+constexpr int64_t kTaskRows = 384;                // rows of a task: preparing W costs 1/384 of a multiplication each
+constexpr int64_t kTasksPerWorker = 16;           // at least, where there are as many groups
 
 // Columns n .. n + columns - 1 of the product. With a packed weight sums begin at the panel that holds n.
 struct Group {
@@ -26,18 +27,19 @@ struct Group {
 // How the product is cut: into blocks of rows, and ranges of groups of columns.
 struct Plan {
   int64_t rows, row_blocks;
-  int64_t group_columns, groups, groups_per_task;
+  int64_t group_columns, groups, groups_per_task, ranges;
   int64_t tasks;
   int64_t total_stride;  // of the sums of a group
 
   Plan(const LinearParams& p, int64_t group_columns, int workers) : group_columns(group_columns) {
-    rows = min_of(p.M, kTaskRows);
+    rows = min_of(p.M, round_up(ceil_div(p.M, ceil_div(p.M, kTaskRows)), 12));  // 12: whole register blocks
     row_blocks = ceil_div(p.M, rows);
     groups = ceil_div(p.N, group_columns);
+    // Waking a second worker costs some microseconds.
     const bool tiny = p.M * p.N < 256 || p.M * p.N * p.K < 65536;
-    const int64_t wanted = tiny ? 1 : p.M <= kFewRows ? workers : 8 * workers;
-    groups_per_task = min_of(groups, ceil_div(groups * row_blocks, wanted));
-    tasks = ceil_div(groups, groups_per_task) * row_blocks;
+    groups_per_task = tiny ? groups : max_of<int64_t>(1, groups * row_blocks / (kTasksPerWorker * workers));
+    ranges = ceil_div(groups, groups_per_task);
+    tasks = row_blocks * ranges;
     total_stride = round_up(group_columns + (p.packed ? kPanel - 1 : 0), kChunk);
   }
 };
@@ -93,26 +95,26 @@ struct Rows {
 
 // to (rows, 16 panels) = or += the rows times `panels` panels of a packed weight from panel p0 on, over one depth
 // block.
-template <class T>
+template <class T, class Done>
 void add_packed(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t depth, int64_t p0, int64_t panels,
-                const Scratch<T>& scratch, Accumulate<T>* to, int64_t stride) {
+                const Scratch<T>& scratch, Accumulate<T>* to, int64_t stride, const Done& done) {
   using A = Accumulate<T>;
   const int64_t lines = depth / kPerLane<T>, panel_stride = p.K / kPerLane<T> * kPanel;
   const Panels<T> packed{static_cast<const A*>(p.weight) + p0 * panel_stride + k0 / kPerLane<T> * kPanel, panel_stride};
   if (kStepsPerLine<T, false> == 1 || rows.count <= kFewRows)
-    return gemm_panels<T, false>(rows.count, panels, lines, rows.x + k0, rows.stride, packed, to, stride, k0 > 0);
+    return gemm_panels<T, false>(rows.count, panels, lines, rows.x + k0, rows.stride, packed, to, stride, k0 > 0, done);
   if constexpr (kStepsPerLine<T, false> == 2) {
     const Panels<T> widened{scratch.panels, kDepthBlock * kPanel};
     for (int64_t i = 0; i < panels; ++i)
       widen_panel<T>(lines, packed.base + i * packed.stride, scratch.panels + i * widened.stride);
-    gemm_panels<T, true>(rows.count, panels, depth, rows.x + k0, rows.stride, widened, to, stride, k0 > 0);
+    gemm_panels<T, true>(rows.count, panels, depth, rows.x + k0, rows.stride, widened, to, stride, k0 > 0, done);
   }
 }
 
 // The same for columns n .. n + valid - 1 of a row-major weight.
-template <class T>
+template <class T, class Done>
 void add_plain(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t depth, int64_t n, int64_t valid,
-               const Scratch<T>& scratch, Accumulate<T>* to, int64_t stride) {
+               const Scratch<T>& scratch, Accumulate<T>* to, int64_t stride, const Done& done) {
   using A = Accumulate<T>;
   const T* weight = static_cast<const T*>(p.weight) + n * p.weight_stride + k0;
   const auto row = [&](int64_t i) { return weight + i * p.weight_stride; };
@@ -124,7 +126,7 @@ void add_plain(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t d
       for (int64_t c = 0; c < round_up(valid, W<A>); c += W<A>)
         store(total + c, k0 > 0 ? load(total + c) + load(few + c) : load(few + c));
     }
-    return;
+    return done(0, rows.count);
   }
   const Panels<T> panels{scratch.panels, kDepthBlock * kPanel};
   for (int64_t c = 0; c < valid; c += kPanel)
@@ -132,27 +134,34 @@ void add_plain(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t d
         min_of<int64_t>(kPanel, valid - c), depth, [&](int64_t i) { return row(c + i); },
         scratch.panels + c / kPanel * panels.stride, kPanel);
   gemm_panels<T, true>(rows.count, ceil_div(valid, kPanel), ceil_div(depth, Product<T>::kPerStep), rows.x + k0,
-                       rows.stride, panels, to, stride, k0 > 0);
+                       rows.stride, panels, to, stride, k0 > 0, done);
 }
 
-// scratch.total = the rows times the columns of the group
-template <class T>
+// scratch.total = the rows times the columns of the group. done(row, rows) follows the last sum of these rows, while
+// they are in the L1 cache and so that what it writes overlaps with the next sums.
+template <class T, class Done>
 void multiply(const LinearParams& p, const Plan& plan, const Rows<T>& rows, const Group& group,
-              const Scratch<T>& scratch) {
+              const Scratch<T>& scratch, const Done& done) {
+  if (p.K == 0) {
+    for (int64_t r = 0; r < rows.count; ++r)
+      memset(scratch.total + r * plan.total_stride, 0, size_t(group.padded) * sizeof(Accumulate<T>));
+    return done(0, rows.count);
+  }
   for (int64_t c = 0; c < group.padded; c += kChunk) {
     for (int64_t k0 = 0; k0 < p.K; k0 += kDepthBlock) {
       const int64_t depth = min_of(kDepthBlock, p.K - k0);
+      const bool last = c + kChunk >= group.padded && k0 + kDepthBlock >= p.K;
+      const auto then = [&](int64_t row, int64_t count) {
+        if (last) done(row, count);
+      };
       if (p.packed)
         add_packed(p, rows, k0, depth, (group.n + c) / kPanel, min_of(kChunk, group.padded - c) / kPanel, scratch,
-                   scratch.total + c, plan.total_stride);
+                   scratch.total + c, plan.total_stride, then);
       else
         add_plain(p, rows, k0, depth, group.n + c, min_of(kChunk, group.columns - c), scratch, scratch.total + c,
-                  plan.total_stride);
+                  plan.total_stride, then);
     }
   }
-  if (p.K == 0)
-    for (int64_t r = 0; r < rows.count; ++r)
-      memset(scratch.total + r * plan.total_stride, 0, size_t(group.padded) * sizeof(Accumulate<T>));
 }
 
 // Runs finish(sums, row, group) on every row of every group: the sums of its columns, without the bias.
@@ -164,14 +173,15 @@ void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& la
   run_parallel(launch, plan.tasks, [&](int worker) {
     const Scratch<T> scratch(launch.workspace + worker * bytes, p, plan);
     for (int64_t task; queue.take(task);) {
-      const int64_t m = task % plan.row_blocks * plan.rows, first = task / plan.row_blocks * plan.groups_per_task;
+      const int64_t m = task / plan.ranges * plan.rows, first = task % plan.ranges * plan.groups_per_task;
       const Rows<T> rows(p, m, min_of(plan.rows, p.M - m), scratch);
       for (int64_t g = first; g < min_of(plan.groups, first + plan.groups_per_task); ++g) {
         const int64_t n = g * group_columns;
         const Group group(p, n, min_of(group_columns, p.N - n));
-        multiply(p, plan, rows, group, scratch);
-        for (int64_t r = 0; r < rows.count; ++r)
-          finish(scratch.total + r * plan.total_stride + group.offset, m + r, group);
+        multiply(p, plan, rows, group, scratch, [&](int64_t row, int64_t count) {
+          for (int64_t r = row; r < row + count; ++r)
+            finish(scratch.total + r * plan.total_stride + group.offset, m + r, group);
+        });
       }
     }
   });
@@ -231,11 +241,21 @@ void linear_of(const LinearParams& p, const Launch& launch) {
 template <class A>
 void rotate(A* head, int64_t D, const float* cos, const float* sin) {
   const int64_t half = D / 2;
-  for (int64_t d = 0; d < half; ++d) {
-    const A a = head[d], b = head[d + half];
-    head[d] = a * A(cos[d]) - b * A(sin[d]);
-    head[d + half] = b * A(cos[d]) + a * A(sin[d]);
+  const auto pairs = [](auto& a, auto& b, auto c, auto s) {
+    const auto turned = a * c - b * s;
+    b = b * c + a * s;
+    a = turned;
+  };
+  int64_t d = 0;
+  if constexpr (sizeof(A) == sizeof(float)) {
+    for (; d + W<A> <= half; d += W<A>) {
+      Vec<A> a = load(head + d), b = load(head + half + d);
+      pairs(a, b, load(cos + d), load(sin + d));
+      store(head + d, a);
+      store(head + half + d, b);
+    }
   }
+  for (; d < half; ++d) pairs(head[d], head[half + d], A(cos[d]), A(sin[d]));
 }
 
 template <class T>
