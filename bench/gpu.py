@@ -57,6 +57,8 @@ def check_linear(dtype, shapes) -> None:
         for activation in (None, "gelu", "gelu_tanh", "silu"):
             options = {"activation": activation, "residual": residual}
             compare(f"linear {M} {N} {K}", attn_ext.linear, reference.linear, x, weight, bias, terms=terms, **options)
+        options = {"activation": "silu", "multiply": randn(M, N, dtype=dtype).clamp(-2, 2)}
+        compare(f"linear {M} {N} {K}", attn_ext.linear, reference.linear, x, weight, bias, terms=2 * terms, **options)
         whole = attn_ext.linear(x, weight, bias)
         for rows in {1, min(M, 16), min(M, 64)}:
             assert_same_bits(attn_ext.linear(x[-rows:], weight, bias), whole[-rows:], f"linear, {rows} of {M} rows")
@@ -84,6 +86,17 @@ def check_projection(dtype, problems) -> None:
             plain = run(reference.qkv_projection_to_cache)
         for g, e, p in zip(got, exact, plain, strict=True):
             assert_as_accurate_as_torch(g, e, p, terms=12.0, what="qkv_projection_to_cache")
+
+
+def check_norms(dtype, lengths) -> None:
+    for C in lengths:
+        x, weight, bias = 3 * randn(7, C, dtype=dtype) + 1, randn(C, dtype=dtype), randn(C, dtype=dtype)
+        terms = 8 * weight.abs().max().item() + bias.abs().max().item()
+        compare(f"rms_norm {C}", attn_ext.rms_norm, reference.rms_norm, x, weight, terms=terms)
+        for b in (None, bias):
+            compare(f"layer_norm {C}", attn_ext.layer_norm, reference.layer_norm, x, weight, b, terms=terms)
+        whole, row = (attn_ext.layer_norm(t, weight, bias) for t in (x, x[3:4]))
+        assert_same_bits(row, whole[3:4], "layer_norm, one row")
 
 
 def check_softmax(dtype, lengths) -> None:
@@ -164,6 +177,7 @@ def check(device: str) -> None:
     for dtype in DTYPES:
         check_linear(dtype, [(1, 64, 128), (16, 96, 264), (65, 200, 77), (300, 384, 512), (2050, 1100, 320)])
         check_projection(dtype, [(9, 4, 2, 64, 16), (70, 3, 1, 6, 5), (200, 8, 2, 128, 16)])
+        check_norms(dtype, [1, 33, 576, 1024, 1100, 5000, 80000])
         check_softmax(dtype, [1, 33, 512, 1000, 1025, 5000, 40000])
         check_attention(dtype, [
             (2, 70, 70, 4, 2, 64), (1, 1, 1500, 8, 2, 128), (3, 5, 77, 2, 2, 80), (1, 130, 700, 3, 1, 96),
@@ -183,6 +197,7 @@ def small(device: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         check_linear(dtype, [(5, 40, 72), (65, 70, 77), (130, 130, 40)])
         check_projection(dtype, [(9, 3, 1, 64, 4)])
+        check_norms(dtype, [33, 1104])
         check_softmax(dtype, [33, 1100])
         check_attention(dtype, [(2, 20, 70, 2, 1, 64), (1, 1, 600, 2, 1, 128), (1, 5, 20, 2, 2, 40)])
         check_copies(dtype)
@@ -309,6 +324,13 @@ def time(device: str) -> None:
         table.row(
             f"linear M{M} N{N} K{K}", lambda M=M: (randn(M, K, dtype=bf16), randn(N, K, dtype=bf16)),
             {"ours": attn_ext.linear, "torch": torch_linear}, 2 * (M * K + N * K + M * N), 2 * M * N * K,
+        )  # fmt: skip
+    for C in (1024, 4096, 8192):
+        rows = 2**26 // C
+        table.row(
+            f"rms_norm {rows} x {C}", lambda rows=rows, C=C: (randn(rows, C, dtype=bf16), randn(C, dtype=bf16)),
+            {"ours": attn_ext.rms_norm, "torch": lambda x, w: torch.nn.functional.rms_norm(x, w.shape, w, 1e-5)},
+            4 * rows * C, 0,
         )  # fmt: skip
     for T in (1024, 2048, 4096):
         shape = (4, 16, T, T)

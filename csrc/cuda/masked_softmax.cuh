@@ -123,7 +123,7 @@ ATTN_DEVICE void store_weights(const SoftmaxArgs& a, const Row<typename L::T>& r
                                float (&x)[L::kElements]) {
   ATTN_UNROLL
   for (int e = 0; e < L::kElements; ++e) x[e] *= factor;
-  store_chunk<L>(row.out + first, columns_left<L>(a.p.Tk, first), x);
+  store_chunk<L>(row.out, first, a.p.Tk, x);
 }
 
 // A row with a NaN or +inf score, chunks from `first` on, `step` apart: NaN where a column is seen, 0 where not.

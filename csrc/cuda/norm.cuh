@@ -57,7 +57,7 @@ ATTN_DEVICE void store_normed(const NormParams& p, int64_t row, int64_t first, c
     x[e] = (x[e] - s.mean - s.correction) * s.factor * weight[e];
     if (p.bias) x[e] += bias[e];
   }
-  store_chunk<L>(static_cast<T*>(p.y) + row * p.C + first, left, x);
+  store_chunk<L>(static_cast<T*>(p.y) + row * p.C, first, p.C, x);
 }
 
 // ---- a warp a row --------------------------------------------------------------------------------------------------

@@ -46,9 +46,11 @@ ATTN_DEVICE void load_chunk(const typename L::T* from, int left, float (&x)[L::k
   }
 }
 
-// Stores the first `left` columns of a chunk at `to`.
+// Stores the chunk from column `first` of a row of so many columns.
 template <class L>
-ATTN_DEVICE void store_chunk(typename L::T* to, int left, const float (&x)[L::kElements]) {
+ATTN_DEVICE void store_chunk(typename L::T* row, int64_t first, int64_t columns, const float (&x)[L::kElements]) {
+  const int left = columns_left<L>(columns, first);
+  typename L::T* to = row + first;
   if constexpr (L::kVectors) {
     if (L::column(0) < left) store_vector(to + L::column(0), x);
   } else {
