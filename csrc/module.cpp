@@ -14,6 +14,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("use_backend", &attn_ext::use_backend, pybind11::arg("name"));
   m.def("peak_probe", &attn_ext::ops::peak_probe, pybind11::arg("backend"), pybind11::arg("bf16"),
         pybind11::arg("iterations"));
+  m.def("read_probe", &attn_ext::ops::read_probe, pybind11::arg("backend"), pybind11::arg("address"),
+        pybind11::arg("bytes"));
   m.attr("version") = ATTN_EXT_VERSION;
   m.attr("torch_version") = ATTN_EXT_TORCH_VERSION;
   m.attr("compiler") =

@@ -63,8 +63,8 @@ def _peak(bf16: bool, seconds: float) -> tuple[float, str]:
 
 
 def measure_limits(seconds: float) -> Limits:
-    """Measure for about `seconds`: multiply-adds in registers on all threads, with every instruction set there is; the
-    sum and the copy of a buffer four times the last-level cache.
+    """Measure for about `seconds`: multiply-adds in registers on all threads, with every instruction set there is, and
+    the reading and the copying of a buffer four times the last-level cache.
 
     >>> import torch
     >>> from attn_ext.bench import measure_limits
@@ -72,10 +72,11 @@ def measure_limits(seconds: float) -> Limits:
     >>> limits.flops_per_s[torch.bfloat16] >= limits.flops_per_s[torch.float32] > 1e6
     True
     """
+    best = _C.supported_backends()[0]
     buffer = torch.ones(min(4 * last_level_cache(), 1 << 30) // 4)
     target, nbytes = torch.empty_like(buffer), buffer.numel() * buffer.element_size()
     rates = {
-        "read": nbytes / _best(buffer.sum, seconds / 4),
+        "read": nbytes / _best(lambda: _C.read_probe(best, buffer.data_ptr(), nbytes), seconds / 4),
         "copy": 2 * nbytes / _best(lambda: target.copy_(buffer), seconds / 4),
     }
     share = seconds / 4 / len(_C.supported_backends())

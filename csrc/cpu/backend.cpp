@@ -20,7 +20,7 @@ namespace {
   Kernels {                                                                                           \
     isa::linear_workspace, isa::linear, isa::qkv_to_cache_workspace, isa::qkv_to_cache, isa::norm,    \
         isa::masked_softmax_workspace, isa::masked_softmax, isa::attention_workspace, isa::attention, \
-        isa::merge_attention, isa::peak_f32, isa::peak_bf16                                           \
+        isa::merge_attention, isa::peak_f32, isa::peak_bf16, isa::read                                \
   }
 
 #if defined(__x86_64__)

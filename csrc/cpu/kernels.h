@@ -21,6 +21,8 @@ struct Kernels {
   // instruction.
   int64_t (*peak_f32)(int64_t iterations);
   int64_t (*peak_bf16)(int64_t iterations);
+  // The calling thread reads memory and does nothing with it, the last bytes % 512 excepted.
+  void (*read)(const char* data, int64_t bytes);
 };
 
 #define ATTN_EXT_DECLARE_KERNELS(isa)                                \
@@ -37,6 +39,7 @@ struct Kernels {
   void merge_attention(const MergeAttentionParams&, const Launch&);  \
   int64_t peak_f32(int64_t iterations);                              \
   int64_t peak_bf16(int64_t iterations);                             \
+  void read(const char* data, int64_t bytes);                        \
   }
 
 ATTN_EXT_DECLARE_KERNELS(scalar)

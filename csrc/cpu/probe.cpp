@@ -1,7 +1,7 @@
-// The highest rate of multiply-adds that this instruction set has: what a kernel's time is judged by, and a fixed piece
-// of work whose time shows whether the machine is disturbed.
+// What this instruction set can do at most, which is what a kernel's time is judged by: multiply-adds in registers
+// (also a fixed piece of work whose time shows whether the machine is disturbed), and reading memory.
 //
-// Chains of multiply-adds in registers, as many as hide the latency of one (4 cycles, up to 2 started in each).
+// The multiply-adds are chains, as many as hide the latency of one (4 cycles, up to 2 started in each).
 #include "cpu/kernels.h"
 #include "cpu/vec.h"
 
@@ -47,6 +47,22 @@ int64_t peak_bf16([[maybe_unused]] int64_t iterations) {
 #else
   return 0;
 #endif
+}
+
+void read(const char* data, int64_t bytes) {
+  constexpr int64_t kStep = 8 * kVectorBytes;
+  typedef long long V __attribute__((vector_size(kVectorBytes)));
+  V all[8] = {};
+  for (int64_t i = 0; i + kStep <= bytes; i += kStep) {
+#pragma GCC unroll 8
+    for (int c = 0; c < 8; ++c) {
+      V loaded;
+      memcpy(&loaded, data + i + c * kVectorBytes, sizeof(V));
+      all[c] |= loaded;
+    }
+  }
+#pragma GCC unroll 8
+  for (int c = 0; c < 8; ++c) asm volatile("" : ATTN_EXT_IN_REGISTER(all[c]));
 }
 
 }  // namespace attn_ext::ATTN_EXT_ISA

@@ -54,6 +54,21 @@ constexpr auto no_workspace = [](const auto&, auto...) { return int64_t(0); };
 
 }  // namespace
 
+void read_probe(const std::string& backend, uint64_t address, int64_t bytes) {
+  struct Work {
+    void (*read)(const char*, int64_t);
+    const char* data;
+    int64_t share;
+  };
+  const int workers = std::max(1, static_cast<int>(torch::stable::get_num_threads()));
+  Work work{kernels_of(backend).read, reinterpret_cast<const char*>(address), bytes / workers / 4096 * 4096};
+  const auto body = [](void* context, int worker) {
+    const Work& w = *static_cast<const Work*>(context);
+    w.read(w.data + worker * w.share, w.share);
+  };
+  run_workers(workers, body, &work);
+}
+
 int64_t peak_probe(const std::string& backend, bool bf16, int64_t iterations) {
   struct Work {
     int64_t (*peak)(int64_t);

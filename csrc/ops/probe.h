@@ -12,4 +12,7 @@ namespace attn_ext::ops {
 // instruction.
 int64_t peak_probe(const std::string& backend, bool bf16, int64_t iterations);
 
+// Every thread that torch uses reads its part of `bytes` bytes at `address`, whole pages of 4096.
+void read_probe(const std::string& backend, uint64_t address, int64_t bytes);
+
 }  // namespace attn_ext::ops
