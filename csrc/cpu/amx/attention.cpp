@@ -286,20 +286,6 @@ void transform_scores(const AttentionParams& p, const Tile& t, int64_t block, in
   }
 }
 
-// 2^(c d) for c d <= 100, relative error below 1e-7 (minimax, 2^0 = 1): rounding the weights to bfloat16 hides much
-// more, but their sum shows in lse. 0 where the result would be subnormal, NaN for NaN.
-ATTN_INLINE Vec<float> exp2_scaled(Vec<float> d, Vec<float> c) {
-  const Vec<float> magic = splat(0x1.8p23f);  // adding it rounds to an integer
-  const Vec<float> n = fma(d, c, magic) - magic, f = fma(d, c, -n);
-  Vec<float> q = fma(splat(0.00132647272f), f, splat(0.00967151269f));
-  q = fma(q, f, splat(0.0555073374f));
-  q = fma(q, f, splat(0.240222421f));
-  q = fma(q, f, splat(0.693146978f));
-  q = fma(q, f, splat(1.0f));
-  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  return (Vec<float>)_mm512_maskz_scalef_ps(normal, (__m512)q, (__m512)n);
-}
-
 // One row of P^T: weights of two keys, rounded, side by side.
 ATTN_INLINE void store_pair(char* to, Vec<float> even, Vec<float> odd) {
   alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
@@ -308,6 +294,8 @@ ATTN_INLINE void store_pair(char* to, Vec<float> even, Vec<float> odd) {
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
   _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), both));
 }
+
+constexpr int kExp2Degree = 5;  // rounding the weights to bfloat16 hides much more, but their sum shows in lse
 
 // The scores of a block become weights in s.weights; what the block has accumulated is rescaled.
 void weigh(const AttentionParams& p, const Tile& t, int64_t block, int64_t first, int64_t count, bool plain,
@@ -328,7 +316,8 @@ void weigh(const AttentionParams& p, const Tile& t, int64_t block, int64_t first
   const __mmask16 moves = _mm512_cmp_ps_mask((__m512)top, (__m512)state.limit, _CMP_GT_OQ);
   if (moves) {
     const V max = (V)_mm512_mask_mov_ps((__m512)state.max, moves, (__m512)top);
-    const V factor = (V)_mm512_mask_mov_ps((__m512)splat(1.0f), moves, (__m512)exp2_scaled(state.max - max, c));
+    const V factor =
+        (V)_mm512_mask_mov_ps((__m512)splat(1.0f), moves, (__m512)exp2_scaled<kExp2Degree>(state.max - max, c));
     state.max = max;
     state.limit = max + splat(8.0f / s.exponent);
     state.sum *= factor;
@@ -339,8 +328,8 @@ void weigh(const AttentionParams& p, const Tile& t, int64_t block, int64_t first
   const V base = (state.max == splat(-kInf)) ? V{} : state.max;
   V sum{}, sum2{};
   for (int64_t j = 0; j < kStep; j += 2) {
-    const V even = exp2_scaled(load(scores + j * kLanes) - base, c);
-    const V odd = exp2_scaled(load(scores + (j + 1) * kLanes) - base, c);
+    const V even = exp2_scaled<kExp2Degree>(load(scores + j * kLanes) - base, c);
+    const V odd = exp2_scaled<kExp2Degree>(load(scores + (j + 1) * kLanes) - base, c);
     sum += even;
     sum2 += odd;
     store_pair(s.weights + j / 2 * tmm::kRowBytes, even, odd);
@@ -357,8 +346,13 @@ void Scratch::begin_split(const Tile& t) {
 
 // Adds the keys first .. first + kStep - 1.
 void Scratch::add_step(const AttentionParams& p, const Tile& t, int64_t first) {
-  const StepRows<bf16> step(p, t, first);
-  if (t.rows <= kLanes) StepRows<bf16>(p, t, first + kStep).prefetch(p.D);
+  StepRows<bf16> step;
+  if (t.rows <= kLanes) {
+    step.locate(p, t, first + kStep);
+    step.prefetch_keys(0, kStep, p.D);
+    step.prefetch_values(0, kStep, p.D);
+  }
+  step.locate(p, t, first);
   const bool plain = step_is_plain(p, t, first);
   const KeyTiles key_tiles(p, t, step, *this);
   LeftOut left_out;
