@@ -8,6 +8,9 @@ namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
 constexpr int64_t kDepthBlock = 256;  // head_dim summed at a time
+constexpr int64_t kGroupRows = 24;    // query rows whose scores are in L1 at a time
+
+static_assert(kGroupRows % kGemmRows == 0 && kGroupRows >= kFewRows);
 
 // ---------------------------------------------------------------------------------------- scratch of a worker
 
@@ -15,41 +18,64 @@ template <class T>
 struct Scratch {
   using A = Accumulate<T>;
   static constexpr int kPerStep = Product<T>::kPerStep;  // keys or elements of a head that one product takes
-  Element<T>* q;                                         // (rows, D)
-  A* keys;                                               // (D / kPerStep, kStep) keys of a step, transposed
-  A* values;                                             // (kStep / kPerStep, D)
-  A* scores;                                             // (rows, kStep), then weights
-  Element<T>* weights;           // (rows, kStep): the scores themselves unless products take another type
+
+  Element<T>* q;                 // (rows, D)
+  A* keys;                       // (D / kPerStep, kStep) keys of a step, transposed
+  A* values;                     // (kStep / kPerStep, D)
+  A* scores;                     // (kGroupRows, kStep)
+  Element<T>* weights;           // (kGroupRows, kStep): the scores themselves unless products take another type
+  A* partial;                    // (kGemmRows or kFewRows, kStep) a depth block's share of the scores
   Element<T>* filtered;          // (kPerStep, D) values without NaN and inf
-  A* partial;                    // (rows, kStep) a depth block's share of the scores
+  A* left_out_value;             // (D)
   A* out;                        // (rows, D) weighted values of the current split
   A* total;                      // (rows, D) of all splits before
-  SoftmaxState<A>* split_state;  // (rows)
-  SoftmaxState<A>* total_state;  // (rows)
+  StepSoftmax<T>* state;         // (rows) of the current split
+  SoftmaxState<A>* split_state;  // (rows) the same when the split ends
+  SoftmaxState<A>* total_state;  // (rows) of all splits before
   int64_t ld;                    // D rounded up to whole vectors: row stride of q, values, out and total
+
+  StepRows<T> step_rows[2];  // of this step and the next
+  int64_t step_first[2];     // their first key, -1: none
+
+  A exponent;     // a weight is 2^(exponent (score - max))
+  bool prescale;  // scores are scaled before they are compared: they are transformed, or the scale is not plainly
+                  // positive
 
   static int64_t stride(int64_t D) { return round_up(D, W<A>); }
   static int64_t bytes(int64_t D) {
     const int64_t ld = stride(D);
-    const int64_t elements = 3 * kTileRows * ld + 2 * kStep * ld + 3 * kTileRows * kStep + kPerStep * ld;
-    return round_up(2 * kTileRows * int64_t(sizeof(SoftmaxState<A>)) + elements * int64_t(sizeof(A)), 64);
+    const int64_t elements = (3 * kTileRows + 2 * kStep + kPerStep + 1) * ld +
+                             (2 * kGroupRows + max_of<int64_t>(kGemmRows, kFewRows)) * kStep;
+    const int64_t states = kTileRows * int64_t(sizeof(StepSoftmax<T>) + 2 * sizeof(SoftmaxState<A>));
+    return round_up(states + elements * int64_t(sizeof(A)), 64);
   }
   Scratch(char* memory, int64_t D) : ld(stride(D)) {
-    split_state = reinterpret_cast<SoftmaxState<A>*>(memory);
-    total_state = split_state + kTileRows;
-    out = reinterpret_cast<A*>(total_state + kTileRows);
-    total = out + kTileRows * ld;
-    keys = total + kTileRows * ld;
-    values = keys + kStep * ld;
-    scores = values + kStep * ld;
-    partial = scores + kTileRows * kStep;
-    q = reinterpret_cast<Element<T>*>(partial + kTileRows * kStep);
-    filtered = q + kTileRows * ld;
-    weights = filtered + kPerStep * ld;
-    if constexpr (sizeof(Element<T>) == sizeof(A)) weights = scores;
+    const auto take = [&](auto*& pointer, int64_t count) {
+      pointer = reinterpret_cast<decltype(pointer + 0)>(memory);
+      memory += count * int64_t(sizeof *pointer);
+    };
+    take(state, kTileRows);
+    take(split_state, kTileRows);
+    take(total_state, kTileRows);
+    take(out, kTileRows * ld);
+    take(total, kTileRows * ld);
+    take(keys, kStep * ld);
+    take(values, kStep * ld);
+    take(scores, kGroupRows * kStep);
+    take(partial, max_of<int64_t>(kGemmRows, kFewRows) * kStep);
+    take(left_out_value, ld);
+    take(q, kTileRows * ld);
+    take(filtered, kPerStep * ld);
+    if constexpr (sizeof(Element<T>) == sizeof(A))
+      weights = scores;
+    else
+      take(weights, kGroupRows * kStep);
   }
+
   void load_queries(const AttentionParams& p, const Tile& t);
+  void begin_split(const Tile& t);
   void add_step(const AttentionParams& p, const Tile& t, int64_t first);
+  void end_split(const AttentionParams& p, const Tile& t);
 };
 
 template <class T>
@@ -57,27 +83,25 @@ void Scratch<T>::load_queries(const AttentionParams& p, const Tile& t) {
   const T* from = static_cast<const T*>(p.q) + t.seq.q_offset;
   for (int64_t r = 0; r < t.rows; ++r)
     convert_row(from + t.token(r) * p.q_row_stride + t.head(r) * p.q_head_stride, p.D, q + r * ld);
+  step_first[0] = step_first[1] = -1;
+  constexpr double log2_e = 1.4426950408889634;
+  exponent = A(p.scale * log2_e);
+  prescale = p.softcap > 0 || p.alibi_slopes || p.bias || !(exponent > A(0x1p-64f) && exponent < A(0x1p64f));
+  if (prescale) exponent = A(log2_e);
 }
 
-// ------------------------------------------------------------------------------------------------ one step
-
-// scores (rows, kStep) = q k^T, not yet scaled
 template <class T>
-void multiply_keys(const Tile& t, int64_t D, const StepRows<T>& rows, Scratch<T>& s) {
-  const bool few = t.rows <= kFewRows;
-  if (!few) pack_transposed<T>(rows.count, D, [&](int64_t j) { return rows.k[j]; }, s.keys, kStep);
-  for (int64_t d = 0; d < D; d += kDepthBlock) {
-    auto* to = d == 0 ? s.scores : s.partial;
-    const int64_t depth = min_of(kDepthBlock, D - d), per_step = Product<T>::kPerStep;
-    if (few)
-      gemm_transposed<T>(t.rows, rows.count, depth, s.q + d, s.ld, [&](int64_t j) { return rows.k[j] + d; }, to, kStep);
-    else
-      gemm<T>(t.rows, round_up(rows.count, W<Accumulate<T>>), ceil_div(depth, per_step), s.q + d, s.ld,
-              s.keys + d / per_step * kStep, kStep, to, kStep, false);
-    if (d > 0)
-      for (int64_t i = 0; i < t.rows * kStep; ++i) s.scores[i] += s.partial[i];
-  }
+void Scratch<T>::begin_split(const Tile& t) {
+  for (int64_t r = 0; r < t.rows; ++r) state[r].init();
+  memset(out, 0, size_t(t.rows * ld) * sizeof(A));
 }
+
+template <class T>
+void Scratch<T>::end_split(const AttentionParams& p, const Tile& t) {
+  for (int64_t r = 0; r < t.rows; ++r) split_state[r] = state[r].scaled(prescale ? A(1) : A(p.scale));
+}
+
+// ------------------------------------------------------------------------------------------------ values
 
 // Copies row v to `to` without its NaN and inf, which a weight of 0 would turn into NaN; returns whether it has any.
 template <class T>
@@ -98,7 +122,6 @@ bool filter_row(const T* v, int64_t D, Element<T>* to) {
 struct LeftOut {
   int64_t keys[kStep];
   int64_t count = 0;
-  bool seen[kTileRows * kStep];  // (rows, count)
 };
 
 // values (kStep / kPerStep, D) from the step's rows.
@@ -136,63 +159,121 @@ void stage_values(const StepRows<T>& rows, int64_t D, bool plain, Scratch<T>& s,
   }
 }
 
-// The NaN and inf that stage_values left out, for the rows that do see them. The staged values are used up by now.
+// Adds the NaN and inf that stage_values left out to the `rows` rows of out that see them.
 template <class T>
-void add_left_out_values(const Tile& t, const StepRows<T>& rows, int64_t D, const LeftOut& left_out, Scratch<T>& s) {
+void add_left_out_values(const LeftOut& left_out, const bool* seen, const StepRows<T>& step, int64_t D, int64_t rows,
+                         Scratch<T>& s, Accumulate<T>* out) {
   using A = Accumulate<T>;
   for (int64_t i = 0; i < left_out.count; ++i) {
     const int64_t j = left_out.keys[i];
-    A* value = s.values;
+    A* value = s.left_out_value;
     for (int64_t d = 0; d < D; d += W<A>) {
       const int64_t lanes = min_of<int64_t>(W<A>, D - d);
-      const Vec<A> v = lanes == W<A> ? load(rows.v[j] + d) : load_first(rows.v[j] + d, lanes);
+      const Vec<A> v = lanes == W<A> ? load(step.v[j] + d) : load_first(step.v[j] + d, lanes);
       store(value + d, (v - v == Vec<A>{}) ? Vec<A>{} : v);
     }
-    for (int64_t r = 0; r < t.rows; ++r) {
-      if (!left_out.seen[r * kStep + i]) continue;
-      A* out = s.out + r * s.ld;
-      const Vec<A> weight = splat(s.scores[r * kStep + j]);
+    for (int64_t r = 0; r < rows; ++r) {
+      if (!seen[r * kStep + i]) continue;
+      const Vec<A> weight = splat(to_accumulate(s.weights[r * kStep + j]));
       for (int64_t d = 0; d < D; d += W<A>) {
-        const Vec<A> v = load(value + d), sum = load(out + d);
-        store(out + d, (v == Vec<A>{}) ? sum : sum + weight * v);
+        const Vec<A> v = load(value + d), sum = load(out + r * s.ld + d);
+        store(out + r * s.ld + d, (v == Vec<A>{}) ? sum : sum + weight * v);
       }
     }
   }
+}
+
+// ------------------------------------------------------------------------------------------------ one step
+
+// Sums over head_dim in blocks: product(d, depth, to) is the block from d on, `rows` rows of kStep scores.
+template <class T, class F>
+ATTN_INLINE void sum_depth_blocks(int64_t D, int64_t rows, Accumulate<T>* scores, Accumulate<T>* partial,
+                                  const F& product) {
+  product(0, min_of(kDepthBlock, D), scores);
+  for (int64_t d = kDepthBlock; d < D; d += kDepthBlock) {
+    product(d, min_of(kDepthBlock, D - d), partial);
+    for (int64_t i = 0; i < rows * kStep; ++i) scores[i] += partial[i];
+  }
+}
+
+// The scores of row r of the tile, (columns), become weights; what the row has accumulated is rescaled.
+template <class T>
+ATTN_INLINE void weigh_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t first, int64_t count, bool plain,
+                           int64_t columns, const LeftOut& left_out, bool* seen, Accumulate<T>* scores,
+                           Element<T>* weights, Scratch<T>& s) {
+  using A = Accumulate<T>;
+  if (columns == 0) {
+    memset(seen, 0, size_t(left_out.count));
+    return;
+  }
+  if (s.prescale)
+    for (int64_t j = 0; j < columns; j += W<A>) store(scores + j, load(scores + j) * splat(A(p.scale)));
+  if (!plain) transform_row(p, t, r, first, count, scores);
+  for (int64_t i = 0; i < left_out.count; ++i)
+    seen[i] = left_out.keys[i] < columns && scores[left_out.keys[i]] != A(-kInf);
+  const A factor = s.state[r].update(scores, columns, s.exponent, weights);
+  if (factor == A(1)) return;
+  A* out = s.out + r * s.ld;
+  for (int64_t d = 0; d < s.ld; d += W<A>) store(out + d, load(out + d) * splat(factor));
 }
 
 // Adds the keys first .. first + kStep - 1 to the split's state.
 template <class T>
 void Scratch<T>::add_step(const AttentionParams& p, const Tile& t, int64_t first) {
   Scratch& s = *this;
-  const StepRows<T> rows(p, t, first);
-  if (t.rows <= kFewRows) StepRows<T>(p, t, first + kStep).prefetch(p.D);
+  const bool few = t.rows <= kFewRows;
+  const int now = step_first[1] == first;
+  if (step_first[now] != first) step_rows[now] = StepRows<T>(p, t, first);
+  const StepRows<T>&step = step_rows[now], &next = step_rows[!now];
+  const int64_t next_first = first + kStep < t.key_end ? first + kStep : -1;
+  if (next_first >= 0) step_rows[!now] = StepRows<T>(p, t, next_first);
+  step_first[!now] = next_first;
+  if (next_first >= 0 && few) next.prefetch(0, kStep, p.D);
   const bool plain = step_is_plain(p, t, first);
-  multiply_keys(t, p.D, rows, s);
-  const bool in_place = plain && t.rows <= kFewRows && p.D == s.ld;  // few rows: widening on the way is cheaper
+  const bool in_place = few && plain && p.D == ld;  // few rows: widening on the way is cheaper
+  const auto key = [&](int64_t j) { return step.k[j]; };
   LeftOut left_out;
-  if (!in_place) stage_values(rows, p.D, plain, s, left_out);
+  bool seen[kGroupRows * kStep];
+  if (!few) pack_transposed<T>(step.count, p.D, key, keys, kStep);
+  if (!in_place) stage_values(step, p.D, plain, s, left_out);
 
-  for (int64_t r = 0; r < t.rows; ++r) {
-    A* scores = s.scores + r * kStep;
-    Vec<A> max = splat(A(-kInf));
-    for (int64_t j = 0; j < kStep; j += W<A>) {
-      const Vec<A> scaled = load(scores + j) * splat(A(p.scale));
-      store(scores + j, scaled);
-      max = vmax(max, scaled);
+  for (int64_t begin = 0; begin < t.rows; begin += kGroupRows) {
+    const int64_t end = min_of(t.rows, begin + kGroupRows);
+    int64_t columns[kGroupRows];  // of the scores, that some row of the register block sees
+    for (int64_t r = begin; r < end; r += kGemmRows) {
+      const int64_t rows = few ? end - r : min_of<int64_t>(kGemmRows, end - r);
+      const KeyRange last = visible_keys(p, t.position(r + rows - 1), t.seq.Tk);
+      const int64_t seen_keys = plain ? kStep : min_of(step.count, max_of<int64_t>(0, last.last + 1 - first));
+      A* to = scores + (r - begin) * kStep;
+      for (int64_t i = 0; i < rows; ++i) columns[r - begin + i] = round_up(seen_keys, W<A>);
+      if (few) {
+        sum_depth_blocks<T>(p.D, rows, to, partial, [&](int64_t d, int64_t depth, A* c) {
+          gemm_transposed<T>(rows, step.count, depth, q + d, ld, [&](int64_t j) { return step.k[j] + d; }, c, kStep);
+        });
+        break;
+      }
+      if (next_first >= 0) next.prefetch(r * kStep / t.rows, (r + rows) * kStep / t.rows, p.D);
+      if (seen_keys == 0) continue;
+      sum_depth_blocks<T>(p.D, rows, to, partial, [&](int64_t d, int64_t depth, A* c) {
+        gemm<T>(rows, columns[r - begin], ceil_div(depth, int64_t(kPerStep)), q + r * ld + d, ld,
+                keys + d / kPerStep * kStep, kStep, c, kStep, false);
+      });
     }
-    if (!plain) max = transform_row(p, t, r, first, rows.count, scores);
-    for (int64_t i = 0; i < left_out.count; ++i) left_out.seen[r * kStep + i] = scores[left_out.keys[i]] != A(-kInf);
-    const A factor = s.split_state[r].update(scores, kStep, max);
-    if constexpr (sizeof(Element<T>) != sizeof(A)) store_row(s.weights + r * kStep, scores, kStep);
-    if (factor != A(1))
-      for (int64_t d = 0; d < s.ld; d += W<A>) store(s.out + r * s.ld + d, load(s.out + r * s.ld + d) * splat(factor));
+    for (int64_t r = begin; r < end; ++r)
+      weigh_row<T>(p, t, r, first, step.count, plain, columns[r - begin], left_out, seen + (r - begin) * kStep,
+                   scores + (r - begin) * kStep, weights + (r - begin) * kStep, s);
+    for (int64_t r = begin; r < end; r += kGemmRows) {
+      const int64_t rows = min_of<int64_t>(kGemmRows, end - r);
+      const Element<T>* w = weights + (r - begin) * kStep;
+      if (in_place) {
+        gemm_from_rows<T>(end - begin, p.D, kStep, w, kStep, [&](int64_t j) { return step.v[j]; }, out, ld, true);
+        break;
+      }
+      gemm<T>(rows, ld, ceil_div(min_of(columns[r - begin], step.count), int64_t(kPerStep)), w, kStep, values, ld,
+              out + r * ld, ld, true);
+    }
+    if (left_out.count > 0) add_left_out_values(left_out, seen, step, p.D, end - begin, s, out + begin * ld);
   }
-  if (in_place)
-    gemm_from_rows<T>(t.rows, p.D, kStep, s.weights, kStep, [&](int64_t j) { return rows.v[j]; }, s.out, s.ld, true);
-  else
-    gemm<T>(t.rows, s.ld, ceil_div(rows.count, int64_t(Product<T>::kPerStep)), s.weights, kStep, s.values, s.ld, s.out,
-            s.ld, true);
-  if (left_out.count > 0) add_left_out_values(t, rows, p.D, left_out, s);
 }
 
 }  // namespace

@@ -129,32 +129,35 @@ struct StepRows {
   const T* v[kStep];
   int64_t count;
 
+  StepRows() = default;
   StepRows(const AttentionParams& p, const Tile& t, int64_t first) {
     count = max_of<int64_t>(0, min_of(kStep, t.seq.Tk - first));
-    if (count == 0) return;
     const T* keys = static_cast<const T*>(p.k) + t.kv_head * p.k_head_stride;
     const T* values = static_cast<const T*>(p.v) + t.kv_head * p.v_head_stride;
     if (!t.seq.blocks) {
-      for (int64_t j = 0; j < count; ++j) {
-        k[j] = keys + t.seq.k_offset + (first + j) * p.k_row_stride;
-        v[j] = values + t.seq.v_offset + (first + j) * p.v_row_stride;
-      }
+      run(p, keys + t.seq.k_offset + first * p.k_row_stride, values + t.seq.v_offset + first * p.v_row_stride, 0,
+          count);
       return;
     }
     int64_t page = first / p.block_size, token = first % p.block_size;
-    for (int64_t j = 0; j < count; ++j) {
-      k[j] = keys + t.seq.blocks[page] * p.k_batch_stride + token * p.k_row_stride;
-      v[j] = values + t.seq.blocks[page] * p.v_batch_stride + token * p.v_row_stride;
-      if (++token == p.block_size) {
-        token = 0;
-        ++page;
-      }
+    for (int64_t j = 0; j < count; ++page, token = 0) {
+      const int64_t end = min_of(count, j + p.block_size - token), block = t.seq.blocks[page];
+      run(p, keys + block * p.k_batch_stride + token * p.k_row_stride,
+          values + block * p.v_batch_stride + token * p.v_row_stride, j, end);
+      j = end;
+    }
+  }
+  // Keys begin .. end - 1 of the step lie in order.
+  ATTN_INLINE void run(const AttentionParams& p, const T* key, const T* value, int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; ++j) {
+      k[j] = key + (j - begin) * p.k_row_stride;
+      v[j] = value + (j - begin) * p.v_row_stride;
     }
   }
 
-  // Rows of pages lie anywhere, which no hardware prefetcher foresees.
-  void prefetch(int64_t D) const {
-    for (int64_t j = 0; j < count; ++j)
+  // Rows lie far apart, where no hardware prefetcher looks for them.
+  void prefetch(int64_t begin, int64_t end, int64_t D) const {
+    for (int64_t j = begin; j < min_of(end, count); ++j)
       for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) {
         __builtin_prefetch(k[j] + d, 0, 2);
         __builtin_prefetch(v[j] + d, 0, 2);
@@ -172,9 +175,9 @@ A bias_at(const AttentionParams& p, int64_t offset) {
   }
 }
 
-// Score transform and visibility of row r; an unseen key becomes -inf. Returns the lane-wise maximum.
+// Score transform and visibility of row r; an unseen key becomes -inf.
 template <class A>
-Vec<A> transform_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t first, int64_t count, A* s) {
+void transform_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t first, int64_t count, A* s) {
   const int64_t head = t.head(r), position = t.position(r);
   if (p.softcap > 0) {
     const Vec<A> cap = splat(A(p.softcap));
@@ -201,11 +204,10 @@ Vec<A> transform_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t
         static_cast<const bool*>(p.mask) + t.b * st[0] + head * st[1] + t.token(r) * st[2] + first * st[3];
     for (int64_t j = begin; j < end; ++j) s[j] = row[j * st[3]] ? s[j] : A(-kInf);
   }
-  for (int64_t j = 0; j < begin; ++j) s[j] = A(-kInf);
-  for (int64_t j = end; j < kStep; ++j) s[j] = A(-kInf);
-  Vec<A> max = splat(A(-kInf));
-  for (int64_t j = 0; j < kStep; j += W<A>) max = vmax(max, load(s + j));
-  return max;
+  for (int64_t j = 0; j < kStep; j += W<A>) {
+    const IVec<A> seen = (lane_index<A>() >= splat_index<A>(begin - j)) & (lane_index<A>() < splat_index<A>(end - j));
+    store(s + j, seen ? load(s + j) : splat(A(-kInf)));
+  }
 }
 
 // True when every row of the tile sees every key of the step and the score needs no transform.
@@ -227,7 +229,9 @@ bool step_is_plain(const AttentionParams& p, const Tile& t, int64_t first) {
 //   split_state, total_state     (rows) their softmax states
 //   ld                           stride(D)
 //   load_queries(p, t)           begins tile t
-//   add_step(p, t, first)        adds the keys first .. first + kStep - 1 to split_state and out
+//   begin_split(t)               nothing seen of the split, out is 0
+//   add_step(p, t, first)        adds the keys first .. first + kStep - 1
+//   end_split(p, t)                 leaves the split's state in split_state and out
 
 template <class A>
 void clear(const Tile& t, int64_t ld, SoftmaxState<A>* state, A* out) {
@@ -238,10 +242,11 @@ void clear(const Tile& t, int64_t ld, SoftmaxState<A>* state, A* out) {
 // State and weighted values over the keys of split number `split`.
 template <class Scratch>
 void attend_split(const AttentionParams& p, const Tile& t, int64_t split, Scratch& s) {
-  clear(t, s.ld, s.split_state, s.out);
+  s.begin_split(t);
   const int64_t begin = max_of(split * kSplit, t.key_begin / kStep * kStep);
   const int64_t end = min_of((split + 1) * kSplit, t.key_end);
   for (int64_t first = begin; first < end; first += kStep) s.add_step(p, t, first);
+  s.end_split(p, t);
 }
 
 // total = total merged with (state, out)

@@ -76,11 +76,10 @@ __attribute__((noinline)) void gemm(int64_t rows, int64_t columns, int64_t steps
 template <class T, class Row>
 ATTN_INLINE Vec<Accumulate<T>> step_of_rows(const Row& row, int64_t i, int64_t n) {
   if constexpr (Product<T>::kPerStep == 2) {
-    typedef VecTypes<float>::U U;
     HalfBits low, high;
     memcpy(&low, row(2 * i) + n, sizeof low);
     memcpy(&high, row(2 * i + 1) + n, sizeof high);
-    return (Vec<float>)(__builtin_convertvector(low, U) | (__builtin_convertvector(high, U) << 16));
+    return (Vec<float>)(zero_extend(low) | (zero_extend(high) << 16));
   } else {
     return load(row(i) + n);
   }

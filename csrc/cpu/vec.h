@@ -40,6 +40,11 @@ struct f16 {
   uint16_t bits;
 };
 
+template <class T>
+inline constexpr bool is_bf16 = false;
+template <>
+inline constexpr bool is_bf16<bf16> = true;
+
 // Scores, sums and outputs of tensors of T are held in Accumulate<T>.
 template <class T>
 struct AccumulateOf {
@@ -142,6 +147,38 @@ ATTN_INLINE A max_lanes(Vec<A> v) {
   return combine_lanes<A, W<A> / 2>(v, [](Vec<A> a, Vec<A> b) { return vmax(a, b); });
 }
 
+// Is any lane of a above that of b? NaN is not.
+ATTN_INLINE bool any_above(Vec<float> a, Vec<float> b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
+#else
+  bool any = false;
+  for (int i = 0; i < W<float>; ++i) any |= a[i] > b[i];
+  return any;
+#endif
+}
+ATTN_INLINE bool any_above(Vec<double> a, Vec<double> b) {
+  bool any = false;
+  for (int i = 0; i < W<double>; ++i) any |= a[i] > b[i];
+  return any;
+}
+
+// A number in every lane, and the lanes' own numbers.
+template <class A>
+ATTN_INLINE IVec<A> splat_index(int64_t i) {
+  IVec<A> v{};
+  for (int l = 0; l < W<A>; ++l) v[l] = i;
+  return v;
+}
+template <class A>
+ATTN_INLINE IVec<A> lane_index() {
+  IVec<A> v{};
+  for (int l = 0; l < W<A>; ++l) v[l] = l;
+  return v;
+}
+
 // ------------------------------------------------------------------------------------------------ products
 
 // How tensors of T are multiplied. A step of a product takes kPerStep elements of the k dimension: one, widened to
@@ -154,6 +191,7 @@ struct Product {
   static constexpr int kPerStep = 1;
   static ATTN_INLINE Vec<A> broadcast(const Element* a) { return splat(*a); }
   static ATTN_INLINE Vec<A> add(Vec<A> a, Vec<A> b, Vec<A> c) { return fma(a, b, c); }
+  static ATTN_INLINE void store_left(Element* to, Vec<A> v) { memcpy(to, &v, sizeof v); }  // v as part of a left factor
 };
 #if defined(__AVX512BF16__)
 template <>
@@ -169,6 +207,10 @@ struct Product<bf16> {
   static ATTN_INLINE Vec<A> add(Vec<A> a, Vec<A> b, Vec<A> c) {
     return (Vec<A>)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
   }
+  static ATTN_INLINE void store_left(Element* to, Vec<A> v) {  // subnormal numbers become 0: as a factor they are
+    const __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(to, &h, sizeof h);
+  }
 };
 #endif
 template <class T>
@@ -176,10 +218,18 @@ using Element = typename Product<T>::Element;
 
 // ------------------------------------------------------------------------------------- loads and stores
 
-ATTN_INLINE Vec<float> widen(bf16, HalfBits h) {
-  typedef VecTypes<float>::U U;
-  return (Vec<float>)(__builtin_convertvector(h, U) << 16);
+// Each half in the low 16 bits of a 32-bit lane.
+ATTN_INLINE VecTypes<float>::U zero_extend(HalfBits h) {
+#if defined(__AVX512F__)
+  return (VecTypes<float>::U)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+  return (VecTypes<float>::U)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+  return __builtin_convertvector(h, VecTypes<float>::U);
+#endif
 }
+
+ATTN_INLINE Vec<float> widen(bf16, HalfBits h) { return (Vec<float>)(zero_extend(h) << 16); }
 
 ATTN_INLINE Vec<float> widen(f16, HalfBits h) {
 #if defined(__AVX512F__)
@@ -188,7 +238,7 @@ ATTN_INLINE Vec<float> widen(f16, HalfBits h) {
   return (Vec<float>)_mm256_cvtph_ps((__m128i)h);
 #else
   typedef VecTypes<float>::U U;
-  const U u = __builtin_convertvector(h, U);
+  const U u = zero_extend(h);
   // Exponent and mantissa moved into float's place are off by 2^112; one multiplication mends normal and subnormal.
   const Vec<float> scaled = (Vec<float>)((u & 0x7fffu) << 13) * splat(0x1p112f);
   const U special = (U)((u & 0x7c00u) == 0x7c00u) & 0x7f800000u;
@@ -203,7 +253,12 @@ ATTN_INLINE Vec<float> widen_half(bf16, Vec<float> pairs, int half) {
 }
 ATTN_INLINE Vec<float> widen_half(f16 type, Vec<float> pairs, int half) {
   typedef VecTypes<float>::U U;
-  return widen(type, __builtin_convertvector(half ? ((U)pairs >> 16) : ((U)pairs & 0xffffu), HalfBits));
+  const U bits = half ? ((U)pairs >> 16) : ((U)pairs & 0xffffu);
+#if defined(__AVX512F__)
+  return widen(type, (HalfBits)_mm512_cvtepi32_epi16((__m512i)bits));
+#else
+  return widen(type, __builtin_convertvector(bits, HalfBits));
+#endif
 }
 
 // Round to nearest even; NaN stays NaN.
@@ -213,7 +268,11 @@ ATTN_INLINE HalfBits narrow(bf16, Vec<float> v) {
   const U rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const U quiet = (u >> 16) | 0x40u;
   const U r = (v == v) ? rounded : quiet;
+#if defined(__AVX512F__)
+  return (HalfBits)_mm512_cvtepi32_epi16((__m512i)r);
+#else
   return __builtin_convertvector(r, HalfBits);
+#endif
 }
 
 #if !defined(__F16C__)
@@ -375,6 +434,39 @@ ATTN_INLINE Vec<float> exp(Vec<float> x) {
   return x < low ? splat(0.0f) : y;
 }
 
+// 2^(c d) for c d <= 100, with a relative error below 1e-4, 3e-6 or 1e-7 by degree 3, 4 or 5 (minimax, 2^0 = 1); 0
+// where the result would be subnormal, NaN for NaN.
+template <int degree>
+ATTN_INLINE Vec<float> exp2_scaled(Vec<float> d, Vec<float> c) {
+  static_assert(3 <= degree && degree <= 5);
+  const Vec<float> magic = splat(0x1.8p23f);  // adding it rounds to an integer
+  const Vec<float> t = fma(d, c, magic);
+  const Vec<float> n = t - magic;
+  const Vec<float> f = fma(d, c, -n);
+  Vec<float> q;
+  if constexpr (degree == 3) {
+    q = fma(splat(0.0550089314f), f, splat(0.242210962f));
+    q = fma(q, f, splat(0.693282927f));
+  } else if constexpr (degree == 4) {
+    q = fma(splat(0.00958285317f), f, splat(0.055906425f));
+    q = fma(q, f, splat(0.240240986f));
+    q = fma(q, f, splat(0.693124193f));
+  } else {
+    q = fma(splat(0.00132647272f), f, splat(0.00967151269f));
+    q = fma(q, f, splat(0.0555073374f));
+    q = fma(q, f, splat(0.240222421f));
+    q = fma(q, f, splat(0.693146978f));
+  }
+  q = fma(q, f, splat(1.0f));
+#if defined(__AVX512F__)
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return (Vec<float>)_mm512_maskz_scalef_ps(normal, (__m512)q, (__m512)n);
+#else
+  const Vec<float> power = (Vec<float>)((((IVec<float>)t - (int32_t)0x4b400000) + 127) << 23);
+  return n < splat(-126.0f) ? splat(0.0f) : q * power;
+#endif
+}
+
 // exp(x) - 1 for 0 <= x <= 40, without cancellation near 0.
 ATTN_INLINE Vec<float> expm1(Vec<float> x) {
   const Reduced r = reduce(x);
@@ -430,9 +522,15 @@ ATTN_INLINE Vec<float> erf(Vec<float> x) {
     return x;                                                 \
   }
 ATTN_EXT_LANEWISE(exp, __builtin_exp)
+ATTN_EXT_LANEWISE(exp2, __builtin_exp2)
 ATTN_EXT_LANEWISE(tanh, __builtin_tanh)
 ATTN_EXT_LANEWISE(erf, __builtin_erf)
 #undef ATTN_EXT_LANEWISE
+
+template <int degree>
+ATTN_INLINE Vec<double> exp2_scaled(Vec<double> d, Vec<double> c) {
+  return exp2(d * c);
+}
 
 ATTN_INLINE float exp_scalar(float x) { return exp(splat(x))[0]; }
 ATTN_INLINE double exp_scalar(double x) { return __builtin_exp(x); }
