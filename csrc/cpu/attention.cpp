@@ -9,8 +9,9 @@ namespace {
 
 constexpr int64_t kDepthBlock = 256;  // head_dim summed at a time
 constexpr int64_t kGroupRows = 24;    // query rows whose scores are in L1 at a time
+constexpr int64_t kChunk = 16;        // keys of few query rows between prefetches
 
-static_assert(kGroupRows % kGemmRows == 0 && kGroupRows >= kFewRows);
+static_assert(kStep % kChunk == 0 && kChunk % W<float> == 0 && kGroupRows % kGemmRows == 0 && kGroupRows >= kFewRows);
 
 // ---------------------------------------------------------------------------------------- scratch of a worker
 
@@ -223,12 +224,10 @@ void Scratch<T>::add_step(const AttentionParams& p, const Tile& t, int64_t first
   Scratch& s = *this;
   const bool few = t.rows <= kFewRows;
   const int now = step_first[1] == first;
-  if (step_first[now] != first) step_rows[now] = StepRows<T>(p, t, first);
+  if (step_first[now] != first) step_rows[now].locate(p, t, first);
   const StepRows<T>&step = step_rows[now], &next = step_rows[!now];
-  const int64_t next_first = first + kStep < t.key_end ? first + kStep : -1;
-  if (next_first >= 0) step_rows[!now] = StepRows<T>(p, t, next_first);
-  step_first[!now] = next_first;
-  if (next_first >= 0 && few) next.prefetch(0, kStep, p.D);
+  step_first[!now] = first + kStep;
+  step_rows[!now].locate(p, t, first + kStep);
   const bool plain = step_is_plain(p, t, first);
   const bool in_place = few && plain && p.D == ld;  // few rows: widening on the way is cheaper
   const auto key = [&](int64_t j) { return step.k[j]; };
@@ -248,11 +247,15 @@ void Scratch<T>::add_step(const AttentionParams& p, const Tile& t, int64_t first
       for (int64_t i = 0; i < rows; ++i) columns[r - begin + i] = round_up(seen_keys, W<A>);
       if (few) {
         sum_depth_blocks<T>(p.D, rows, to, partial, [&](int64_t d, int64_t depth, A* c) {
-          gemm_transposed<T>(rows, step.count, depth, q + d, ld, [&](int64_t j) { return step.k[j] + d; }, c, kStep);
+          for (int64_t j = 0; j < step.count; j += kChunk) {
+            if (d == 0) next.prefetch_keys(j, j + kChunk, p.D);
+            const auto row = [&](int64_t i) { return step.k[j + i] + d; };
+            gemm_transposed<T>(rows, min_of(kChunk, step.count - j), depth, q + d, ld, row, c + j, kStep);
+          }
         });
         break;
       }
-      if (next_first >= 0) next.prefetch(r * kStep / t.rows, (r + rows) * kStep / t.rows, p.D);
+      next.prefetch_keys(r * kStep / t.rows, (r + rows) * kStep / t.rows, p.D);
       if (seen_keys == 0) continue;
       sum_depth_blocks<T>(p.D, rows, to, partial, [&](int64_t d, int64_t depth, A* c) {
         gemm<T>(rows, columns[r - begin], ceil_div(depth, int64_t(kPerStep)), q + r * ld + d, ld,
@@ -266,9 +269,14 @@ void Scratch<T>::add_step(const AttentionParams& p, const Tile& t, int64_t first
       const int64_t rows = min_of<int64_t>(kGemmRows, end - r);
       const Element<T>* w = weights + (r - begin) * kStep;
       if (in_place) {
-        gemm_from_rows<T>(end - begin, p.D, kStep, w, kStep, [&](int64_t j) { return step.v[j]; }, out, ld, true);
+        for (int64_t j = 0; j < kStep; j += kChunk) {
+          next.prefetch_values(j, j + kChunk, p.D);
+          gemm_from_rows<T>(
+              end - begin, p.D, kChunk, w + j, kStep, [&](int64_t i) { return step.v[j + i]; }, out, ld, true);
+        }
         break;
       }
+      next.prefetch_values(r * kStep / t.rows, (r + rows) * kStep / t.rows, p.D);
       gemm<T>(rows, ld, ceil_div(min_of(columns[r - begin], step.count), int64_t(kPerStep)), w, kStep, values, ld,
               out + r * ld, ld, true);
     }

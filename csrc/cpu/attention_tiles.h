@@ -13,9 +13,9 @@
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
-constexpr int64_t kStep = 64;      // keys
-constexpr int64_t kSplit = 512;    // keys
-constexpr int64_t kTileRows = 64;  // query rows
+constexpr int64_t kStep = 64;       // keys
+constexpr int64_t kSplit = 512;     // keys
+constexpr int64_t kTileRows = 128;  // query rows, at most
 
 static_assert(kSplit % kStep == 0);
 
@@ -66,10 +66,10 @@ struct Tiling {
   int64_t tokens;       // in one tile
   int64_t head_chunks;  // tiles needed for the group
 
-  explicit Tiling(const AttentionParams& p) {
+  Tiling(const AttentionParams& p, int64_t rows) {
     group = p.H / p.Hkv;
-    heads = min_of(group, kTileRows);
-    tokens = max_of<int64_t>(1, kTileRows / heads);
+    heads = min_of(group, rows);
+    tokens = max_of<int64_t>(1, rows / heads);
     head_chunks = ceil_div(group, heads);
   }
   int64_t tiles(const AttentionParams& p, int64_t Tq) const { return ceil_div(Tq, tokens) * head_chunks * p.Hkv; }
@@ -107,10 +107,11 @@ Tile tile(const AttentionParams& p, const Tiling& tiling, const int64_t* first_t
   Tile t{};
   t.b = low;
   t.seq = sequence(p, low);
-  const int64_t i = index - first_tile[low], per_token_block = tiling.head_chunks * p.Hkv;
-  t.first_token = i / per_token_block * tiling.tokens;
+  // Tiles of one KV head follow each other: its keys and values stay in cache.
+  const int64_t i = index - first_tile[low], token_blocks = ceil_div(t.seq.Tq, tiling.tokens);
+  t.kv_head = i / (token_blocks * tiling.head_chunks);
+  t.first_token = i / tiling.head_chunks % token_blocks * tiling.tokens;
   t.tokens = min_of(tiling.tokens, t.seq.Tq - t.first_token);
-  t.kv_head = i % per_token_block / tiling.head_chunks;
   const int64_t chunk = i % tiling.head_chunks;
   t.heads = min_of(tiling.heads, tiling.group - chunk * tiling.heads);
   t.first_head = t.kv_head * tiling.group + chunk * tiling.heads;
@@ -129,8 +130,7 @@ struct StepRows {
   const T* v[kStep];
   int64_t count;
 
-  StepRows() = default;
-  StepRows(const AttentionParams& p, const Tile& t, int64_t first) {
+  void locate(const AttentionParams& p, const Tile& t, int64_t first) {
     count = max_of<int64_t>(0, min_of(kStep, t.seq.Tk - first));
     const T* keys = static_cast<const T*>(p.k) + t.kv_head * p.k_head_stride;
     const T* values = static_cast<const T*>(p.v) + t.kv_head * p.v_head_stride;
@@ -156,13 +156,12 @@ struct StepRows {
   }
 
   // Rows lie far apart, where no hardware prefetcher looks for them.
-  void prefetch(int64_t begin, int64_t end, int64_t D) const {
-    for (int64_t j = begin; j < min_of(end, count); ++j)
-      for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) {
-        __builtin_prefetch(k[j] + d, 0, 2);
-        __builtin_prefetch(v[j] + d, 0, 2);
-      }
+  static void prefetch(const T* const (&rows)[kStep], int64_t begin, int64_t end, int64_t D) {
+    for (int64_t j = begin; j < end; ++j)
+      for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(rows[j] + d, 0, 2);
   }
+  void prefetch_keys(int64_t begin, int64_t end, int64_t D) const { prefetch(k, begin, min_of(end, count), D); }
+  void prefetch_values(int64_t begin, int64_t end, int64_t D) const { prefetch(v, begin, min_of(end, count), D); }
 };
 
 template <class A>
@@ -283,7 +282,13 @@ struct Plan {
   int64_t max_splits = 0;  // of any tile
   bool share_splits;       // too few tiles to keep the workers busy: splits become tasks of their own
 
-  Plan(const AttentionParams& p, int workers) : tiling(p) {
+  Plan(const AttentionParams& p, int workers) : tiling(p, kTileRows) {
+    const auto count = [&] {
+      int64_t sum = 0;
+      for (int64_t b = 0; b < p.B; ++b) sum += tiling.tiles(p, sequence(p, b).Tq);
+      return sum;
+    };
+    if (count() < 8 * workers) tiling = Tiling(p, kTileRows / 2);  // shared evenly rather than packed once for more
     for (int64_t b = 0; b < p.B; ++b) {
       const Sequence s = sequence(p, b);
       tiles += tiling.tiles(p, s.Tq);

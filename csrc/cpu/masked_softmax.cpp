@@ -1,6 +1,6 @@
 // Softmax over the last dimension of scale * scores + mask: one read and one write of the tensor.
 //
-// A row is widened to a scratch row, turned into exp(s - max) in place, and divided by its sum on the way out.
+// A row is widened to a scratch row, turned into exp(s - max) in place, and multiplied by 1 / sum on the way out.
 // Sums run lane by lane over absolute columns, so a row's bits do not depend on what is masked behind it.
 #include "cpu/kernels.h"
 #include "cpu/softmax_state.h"
@@ -53,38 +53,60 @@ struct Row {
   }
 };
 
-// scaled and masked scores, -inf up to a whole number of vectors
+// Scaled and masked scores, -inf up to a whole number of vectors. Returns the lane-wise maximum.
 template <class T>
-void load_scores(const MaskedSoftmaxParams& p, const Row<T>& r, Accumulate<T>* row) {
+Vec<Accumulate<T>> load_scores(const MaskedSoftmaxParams& p, const Row<T>& r, Accumulate<T>* row) {
   using A = Accumulate<T>;
   constexpr int64_t w = W<A>;
   const Vec<A> scale = splat(A(p.scale));
-  for (int64_t j = 0; j < r.n; j += w)
-    store(row + j, scale * (j + w <= r.n ? load(r.scores + j) : load_first(r.scores + j, r.n - j)));
+  Vec<A> max = splat(A(-kInf));
+  const auto take = [&](int64_t j, Vec<A> scores) {
+    const Vec<A> scaled = scale * scores;
+    store(row + j, scaled);
+    max = vmax(max, scaled);
+  };
+  int64_t j = 0;
+  for (; j + w <= r.n; j += w) take(j, load(r.scores + j));
+  if (j < r.n) take(j, load_first(r.scores + j, r.n - j));
+  if (!p.mask && r.n % w == 0) return max;
+
   if (p.mask) apply_mask(p, r.mask_offset, r.n, row);
-  for (int64_t j = r.n; j < round_up(r.n, w); ++j) row[j] = A(-kInf);
+  const int64_t padded = round_up(r.n, w);
+  for (j = r.n; j < padded; ++j) row[j] = A(-kInf);
+  max = splat(A(-kInf));
+  for (j = 0; j < padded; j += w) max = vmax(max, load(row + j));
+  return max;
 }
 
 template <class T>
 void softmax_row(const MaskedSoftmaxParams& p, const Row<T>& r, Accumulate<T>* row) {
   using A = Accumulate<T>;
   constexpr int64_t w = W<A>;
-  load_scores(p, r, row);
   const int64_t padded = round_up(r.n, w);
-  Vec<A> max = splat(A(-kInf));
-  for (int64_t j = 0; j < padded; j += w) max = vmax(max, load(row + j));
-  SoftmaxState<A> state;
-  state.init();
-  state.update(row, padded, max);
-  const A sum = sum_lanes<A>(state.sum);
-  const Vec<A> divisor = splat(sum == A(0) ? A(1) : sum);  // no key seen: every weight is 0 already
-  if (sum != sum) {                                        // a NaN spreads to the keys that are seen, and no further
+  const A max = max_lanes<A>(load_scores(p, r, row));
+  const Vec<A> base = splat(max == A(-kInf) ? A(0) : max), log2_e = splat(A(1.4426950408889634));
+  Vec<A> sums{};
+  for (int64_t begin = 0; begin < padded;
+       begin += kSumBlock) {  // sums of sums: a long chain would gather its roundings
+    Vec<A> block_sum{};
+    for (int64_t j = begin; j < min_of(padded, begin + kSumBlock); j += w) {
+      const Vec<A> weight = exp2_scaled<StepSoftmax<T>::kExp2Degree>(load(row + j) - base, log2_e);
+      store(row + j, weight);
+      block_sum += weight;
+    }
+    sums += block_sum;
+  }
+  const A sum = sum_lanes<A>(sums);
+  const Vec<A> factor = splat(sum == A(0) ? A(0) : A(1) / sum);
+  if (sum != sum) {  // a NaN spreads to the keys that are seen, and no further
     load_scores(p, r, row);
     for (int64_t j = 0; j < r.n; ++j) row[j] = row[j] == A(-kInf) ? A(0) : sum;
+    store_row(r.out, row, r.n);
   } else {
-    for (int64_t j = 0; j < padded; j += w) store(row + j, load(row + j) / divisor);
+    int64_t j = 0;
+    for (; j + w <= r.n; j += w) store(r.out + j, load(row + j) * factor);
+    if (j < r.n) store_first(r.out + j, load(row + j) * factor, r.n - j);
   }
-  store_row(r.out, row, r.n);
   memset(static_cast<void*>(r.out + r.n), 0, size_t(p.Tk - r.n) * sizeof(T));
 }
 
