@@ -212,7 +212,9 @@ ATTN_INLINE void weigh_row(const AttentionParams& p, const Tile& t, int64_t r, i
   if (!plain) transform_row(p, t, r, first, count, scores);
   for (int64_t i = 0; i < left_out.count; ++i)
     seen[i] = left_out.keys[i] < columns && scores[left_out.keys[i]] != A(-kInf);
-  const A factor = s.state[r].update(scores, columns, s.exponent, weights);
+  auto& state = s.state[r];
+  const A factor = columns == kStep ? state.update(scores, kStep, s.exponent, weights)  // a constant unrolls the loops
+                                    : state.update(scores, columns, s.exponent, weights);
   if (factor == A(1)) return;
   A* out = s.out + r * s.ld;
   for (int64_t d = 0; d < s.ld; d += W<A>) store(out + d, load(out + d) * splat(factor));

@@ -268,9 +268,11 @@ void write_tile(const AttentionParams& p, const Tile& t, Scratch& s) {
     const int64_t head = t.head(r), token = t.token(r);
     const A* sink = p.sinks ? static_cast<const A*>(p.sinks) + head : nullptr;
     const auto result = s.total_state[r].finish(sink);
-    A* total = s.total + r * s.ld;
-    for (int64_t d = 0; d < s.ld; d += W<A>) store(total + d, load(total + d) * splat(result.factor));
-    store_row(out + token * p.out_row_stride + head * p.out_head_stride, total, p.D);
+    const A* total = s.total + r * s.ld;
+    T* to = out + token * p.out_row_stride + head * p.out_head_stride;
+    int64_t d = 0;
+    for (; d + W<A> <= p.D; d += W<A>) store(to + d, load(total + d) * splat(result.factor));
+    if (d < p.D) store_first(to + d, load(total + d) * splat(result.factor), p.D - d);
     lse[head * p.lse_head_stride + token] = result.lse;
   }
 }

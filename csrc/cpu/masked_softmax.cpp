@@ -90,7 +90,7 @@ void softmax_row(const MaskedSoftmaxParams& p, const Row<T>& r, Accumulate<T>* r
        begin += kSumBlock) {  // sums of sums: a long chain would gather its roundings
     Vec<A> block_sum{};
     for (int64_t j = begin; j < min_of(padded, begin + kSumBlock); j += w) {
-      const Vec<A> weight = exp2_scaled<StepSoftmax<T>::kExp2Degree>(load(row + j) - base, log2_e);
+      const Vec<A> weight = exp2_scaled(load(row + j) - base, log2_e);
       store(row + j, weight);
       block_sum += weight;
     }

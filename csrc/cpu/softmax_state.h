@@ -65,11 +65,60 @@ struct SoftmaxState {
   ATTN_INLINE Result finish(const A* sink) const {
     const A top = sink ? max_of(max, *sink) : max;
     const A base = top == A(-kInf) ? A(0) : top;
-    const A rescale = exp_scalar(max - base);
+    const A rescale = sink ? exp_scalar(max - base) : A(1);
     A total = sum_lanes<A>(sum);
     if (sink) total = total * rescale + exp_scalar(*sink - base);
     if (total == A(0)) return {A(0), A(-kInf)};
-    return {(sink ? rescale : A(1)) / total, base + log_scalar(total)};
+    return {rescale / total, base + log_scalar(total)};
+  }
+};
+
+// The same over the steps of one split, with as few operations as a step can do with:
+//
+//   * Weights are 2^(c (score - max)) of scores not yet scaled: c holds scale and log2(e).
+//   * The maximum moves only when a score exceeds it by so much that its weight would be above 2^8; until then it need
+//     not be known, and no lane is compared with another. That is decided by the row's own scores.
+template <class T>
+struct StepSoftmax {
+  using A = Accumulate<T>;
+  A max;       // of the scores when it moved last, -inf before any was seen
+  A limit;     // a score above it moves max
+  Vec<A> sum;  // of the weights, lane by lane
+
+  ATTN_INLINE void init() {
+    max = limit = A(-kInf);
+    sum = Vec<A>{};
+  }
+
+  // scores (n, a multiple of W) become weights. Returns the factor for what was accumulated before.
+  ATTN_INLINE A update(const A* scores, int64_t n, A c, Element<T>* weights) {
+    Vec<A> top = load(scores);
+    for (int64_t j = W<A>; j < n; j += W<A>) top = vmax(top, load(scores + j));
+    A factor = A(1);
+    if (any_above(top, splat(limit))) {
+      const A new_max = max_lanes<A>(top);
+      factor = exp2_scaled(splat(max - new_max), splat(c))[0];
+      sum = sum * splat(factor);
+      max = new_max;
+      limit = new_max + A(8) / c;
+    }
+    const Vec<A> base = splat(max == A(-kInf) ? A(0) : max);
+    Vec<A> step_sum{};
+    for (int64_t j = 0; j < n; j += W<A>) {
+      const Vec<A> weight = exp2_scaled(load(scores + j) - base, splat(c));
+      step_sum += weight;
+      Product<T>::store_left(weights + j, weight);
+    }
+    sum += step_sum;
+    return factor;
+  }
+
+  // As a state of scaled scores.
+  ATTN_INLINE SoftmaxState<A> scaled(A scale) const {
+    SoftmaxState<A> state;
+    state.max = max == A(-kInf) ? max : max * scale;
+    state.sum = sum;
+    return state;
   }
 };
 

@@ -40,11 +40,6 @@ struct f16 {
   uint16_t bits;
 };
 
-template <class T>
-inline constexpr bool is_bf16 = false;
-template <>
-inline constexpr bool is_bf16<bf16> = true;
-
 // Scores, sums and outputs of tensors of T are held in Accumulate<T>.
 template <class T>
 struct AccumulateOf {
@@ -434,29 +429,17 @@ ATTN_INLINE Vec<float> exp(Vec<float> x) {
   return x < low ? splat(0.0f) : y;
 }
 
-// 2^(c d) for c d <= 100, with a relative error below 1e-4, 3e-6 or 1e-7 by degree 3, 4 or 5 (minimax, 2^0 = 1); 0
-// where the result would be subnormal, NaN for NaN.
-template <int degree>
+// 2^(c d) for c d <= 100, with a relative error of 1e-7 (minimax, 2^0 = 1); 0 where the result would be subnormal, NaN
+// for NaN.
 ATTN_INLINE Vec<float> exp2_scaled(Vec<float> d, Vec<float> c) {
-  static_assert(3 <= degree && degree <= 5);
   const Vec<float> magic = splat(0x1.8p23f);  // adding it rounds to an integer
   const Vec<float> t = fma(d, c, magic);
   const Vec<float> n = t - magic;
   const Vec<float> f = fma(d, c, -n);
-  Vec<float> q;
-  if constexpr (degree == 3) {
-    q = fma(splat(0.0550089314f), f, splat(0.242210962f));
-    q = fma(q, f, splat(0.693282927f));
-  } else if constexpr (degree == 4) {
-    q = fma(splat(0.00958285317f), f, splat(0.055906425f));
-    q = fma(q, f, splat(0.240240986f));
-    q = fma(q, f, splat(0.693124193f));
-  } else {
-    q = fma(splat(0.00132647272f), f, splat(0.00967151269f));
-    q = fma(q, f, splat(0.0555073374f));
-    q = fma(q, f, splat(0.240222421f));
-    q = fma(q, f, splat(0.693146978f));
-  }
+  Vec<float> q = fma(splat(0.00132647272f), f, splat(0.00967151269f));
+  q = fma(q, f, splat(0.0555073374f));
+  q = fma(q, f, splat(0.240222421f));
+  q = fma(q, f, splat(0.693146978f));
   q = fma(q, f, splat(1.0f));
 #if defined(__AVX512F__)
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
@@ -527,10 +510,7 @@ ATTN_EXT_LANEWISE(tanh, __builtin_tanh)
 ATTN_EXT_LANEWISE(erf, __builtin_erf)
 #undef ATTN_EXT_LANEWISE
 
-template <int degree>
-ATTN_INLINE Vec<double> exp2_scaled(Vec<double> d, Vec<double> c) {
-  return exp2(d * c);
-}
+ATTN_INLINE Vec<double> exp2_scaled(Vec<double> d, Vec<double> c) { return exp2(d * c); }
 
 ATTN_INLINE float exp_scalar(float x) { return exp(splat(x))[0]; }
 ATTN_INLINE double exp_scalar(double x) { return __builtin_exp(x); }
