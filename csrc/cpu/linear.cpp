@@ -12,8 +12,8 @@ namespace {
 
 constexpr int64_t kDepthBlock = 256;              // k summed in registers before it joins the total
 constexpr int64_t kChunk = kMostPanels * kPanel;  // columns multiplied at a time: a group of linear
-constexpr int64_t kTaskRows = 384;                // rows of a task: preparing W costs 1/384 of a multiplication each
-constexpr int64_t kTasksPerWorker = 16;           // at least, where there are as many groups
+constexpr int64_t kTaskRows = 192;                // rows of a task: preparing W costs 1/192 of a multiplication each
+constexpr int64_t kFewTaskRows = 48;              // ... where that leaves workers without a task, but no fewer
 
 // Columns n .. n + columns - 1 of the product. With a packed weight sums begin at the panel that holds n.
 struct Group {
@@ -29,15 +29,17 @@ struct Plan {
   int64_t rows, row_blocks;
   int64_t group_columns, groups, groups_per_task, ranges;
   int64_t tasks;
+  bool tiny;             // one worker does it all: waking another costs some microseconds
   int64_t total_stride;  // of the sums of a group
 
   Plan(const LinearParams& p, int64_t group_columns, int workers) : group_columns(group_columns) {
-    rows = min_of(p.M, round_up(ceil_div(p.M, ceil_div(p.M, kTaskRows)), 12));  // 12: whole register blocks
-    row_blocks = ceil_div(p.M, rows);
     groups = ceil_div(p.N, group_columns);
-    // Waking a second worker costs some microseconds.
-    const bool tiny = p.M * p.N < 256 || p.M * p.N * p.K < 65536;
-    groups_per_task = tiny ? groups : max_of<int64_t>(1, groups * row_blocks / (kTasksPerWorker * workers));
+    const int64_t enough = min_of(ceil_div(8 * workers, groups), ceil_div(p.M, kFewTaskRows));
+    const int64_t blocks = max_of(ceil_div(p.M, kTaskRows), enough);
+    rows = min_of(p.M, round_up(ceil_div(p.M, blocks), 12));  // 12: whole register blocks
+    row_blocks = ceil_div(p.M, rows);
+    tiny = p.M * p.N < 256 || p.M * p.N * p.K < 65536;
+    groups_per_task = max_of<int64_t>(1, groups * row_blocks / (16 * workers));
     ranges = ceil_div(groups, groups_per_task);
     tasks = row_blocks * ranges;
     total_stride = round_up(group_columns + (p.packed ? kPanel - 1 : 0), kChunk);
@@ -170,7 +172,7 @@ void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& la
   const Plan plan(p, group_columns, launch.workers);
   const int64_t bytes = Scratch<T>::bytes(p, plan);
   Queue queue{0, plan.tasks};
-  run_parallel(launch, plan.tasks, [&](int worker) {
+  run_parallel(launch, plan.tiny ? 1 : plan.tasks, [&](int worker) {
     const Scratch<T> scratch(launch.workspace + worker * bytes, p, plan);
     for (int64_t task; queue.take(task);) {
       const int64_t m = task / plan.ranges * plan.rows, first = task % plan.ranges * plan.groups_per_task;
