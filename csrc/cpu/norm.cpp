@@ -89,11 +89,11 @@ ATTN_INLINE void norm_row(const NormParams& p, int64_t row) {
   const T* bias = static_cast<const T*>(p.bias);
   T* y = static_cast<T*>(p.y) + row * p.C;
   const Statistics<A> s = statistics(x, p.C, p.centered, A(p.eps));
-  const Vec<A> mean = splat(s.mean), correction = splat(s.correction), factor = splat(s.factor);
+  const Vec<A> mean = splat(s.mean), factor = splat(s.factor), shift = splat(-s.correction * s.factor);
   for_each_vector(x, p.C, [&](Vec<A> v, int64_t j, int64_t lanes, int) {
     const auto at = [&](const T* t) { return lanes == w ? load(t + j) : load_first(t + j, lanes); };
-    Vec<A> result = (v - mean - correction) * factor * at(weight);
-    if (bias) result += at(bias);
+    const Vec<A> normed = fma(v - mean, factor, shift);
+    const Vec<A> result = bias ? fma(normed, at(weight), at(bias)) : normed * at(weight);
     if (lanes == w)
       store(y + j, result);
     else
