@@ -6,6 +6,13 @@
 #include <iterator>
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <dlfcn.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace attn_ext {
 namespace {
 
@@ -25,10 +32,42 @@ bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && has_avx2();
 }
+
+// CPUID and XGETBV say whether CPU and system know tiles; then Linux must permit this process to use them, once, before
+// any thread does: it grows the memory that the state of a thread needs.
+bool has_amx() {
+  static const bool permitted = [] {
+    constexpr unsigned kOsxsave = 1u << 27, kTile = 1u << 24, kBf16 = 1u << 22, kTileState = 3u << 17;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & kOsxsave)) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kTile) || !(d & kBf16)) return false;
+    unsigned low, high;
+    asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & kTileState) == kTileState && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return permitted && has_avx512() && __builtin_cpu_supports("avx512bf16");
+}
+
+// On other CPUs the tests execute tile instructions by a handler of the signal that these raise (tests/amx/emulate.c).
+// A thousand times slower, so never the best; asked each time because tests switch it on and off.
+bool emulates_amx() {
+  if (!has_avx512() || !__builtin_cpu_supports("avx512bf16")) return false;
+  auto* emulator = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "attn_ext_amx_emulator"));
+  return emulator && emulator();
+}
 #endif
 
 const Backend kBackends[] = {
 #if defined(__x86_64__)
+    {"amx",
+     "AMX TILE and BF16, AVX-512 F, BW, VL, DQ, BF16, and a system that permits tiles",
+     [] { return has_amx()        ? 50
+                 : emulates_amx() ? 15
+                                  : 0; },
+     {amx::linear_workspace, amx::linear, amx::qkv_to_cache_workspace, amx::qkv_to_cache,
+      avx512::masked_softmax_workspace, avx512::masked_softmax, amx::attention_workspace, amx::attention,
+      avx512::merge_attention}},
     // Zen multiplies pairs of bfloat16 at the rate of float32, Intel's cores at a quarter of it.
     {"avx512_bf16", "AVX-512 F, BW, VL, DQ, BF16",
      [] {

@@ -38,6 +38,17 @@ ATTN_EXT_DECLARE_KERNELS(avx2)
 ATTN_EXT_DECLARE_KERNELS(avx512)
 ATTN_EXT_DECLARE_KERNELS(avx512_bf16)
 
+// Products and attention of bfloat16 on AMX tiles; the functions that have no other form are those of avx512.
+namespace amx {
+int64_t linear_workspace(const LinearParams&, int);
+void linear(const LinearParams&, const Launch&);
+int64_t qkv_to_cache_workspace(const QkvToCacheParams&, int);
+void qkv_to_cache(const QkvToCacheParams&, const Launch&);
+int64_t attention_workspace(const AttentionParams&, int);
+void attention(const AttentionParams&, const Launch&);
+void peak(int64_t iterations);  // probe.cpp
+}  // namespace amx
+
 // Moving cache rows is copying bytes: the same on every CPU (kv_cache.cpp).
 void append_kv(const AppendKvParams&, const Launch&);
 int64_t copy_blocks_workspace(const CopyBlocksParams&);
