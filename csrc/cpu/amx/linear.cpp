@@ -8,21 +8,20 @@
 //   rows of a task   tiles of sums   of x   of W^T
 //   1 .. 16          1 x 4           1      3 in turns     decode: bound by the memory that W comes from
 //   17 and more      2 x 2           2      2              4 loads feed 4 products
-#include "cpu/amx/tile.h"
-#include "cpu/gemm.h"
+#include "cpu/amx/pack.h"
 #include "cpu/kernels.h"
 #include "cpu/linear_row.h"
 
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
-constexpr int64_t kDepthBlock = 512;            // k between two visits of the sums: 32 KB of W^T, which stay in L1
-constexpr int64_t kPairRows = 2 * tile::kRows;  // rows of x that are multiplied at a time
-constexpr int64_t kColumns = 16;                // of a tile of sums
-constexpr int64_t kLinearColumns = 64;          // of a group of linear
-constexpr int64_t kMinTaskColumns = 256;        // where x is packed, that costs up to 1/16 of the products
+constexpr int64_t kDepthBlock = 512;           // k between two visits of the sums: 32 KB of W^T, which stay in L1
+constexpr int64_t kPairRows = 2 * tmm::kRows;  // rows of x that are multiplied at a time
+constexpr int64_t kColumns = 16;               // of a tile of sums
+constexpr int64_t kLinearColumns = 64;         // of a group of linear
+constexpr int64_t kMinTaskColumns = 256;       // where x is packed, that costs up to 1/16 of the products
 
-static_assert(kDepthBlock % tile::kDepth == 0);
+static_assert(kDepthBlock % tmm::kDepth == 0);
 
 // Rows of a task, a multiple of kPairRows. A plain weight has its tiles made by each task, at the cost of 6 products.
 int64_t task_rows(const LinearParams& p) { return p.packed ? 128 : 512; }
@@ -40,15 +39,8 @@ struct Left {
 struct Right {
   const char* base;
   int64_t tile_stride;
-  const char* at(int64_t i, int64_t c) const { return base + c * tile_stride + i * tile::kBytes; }
+  const char* at(int64_t i, int64_t c) const { return base + c * tile_stride + i * tmm::kBytes; }
 };
-
-// Runs f(Constant<0>) .. f(Constant<n - 1>).
-template <int n, class F>
-ATTN_INLINE void each(const F& f) {
-  if constexpr (n > 1) each<n - 1>(f);
-  f(Constant<n - 1>{});
-}
 
 // sums (R tiles, C tiles) = or += R tiles of x times C tiles of W^T, over `steps` times 32 k.
 template <int R, int C>
@@ -59,29 +51,29 @@ ATTN_INLINE void multiply_tiles(int64_t steps, const Left& left, const Right& ri
   constexpr int kLeft = 4, kRight = kLeft + R, kRights = 8 - kRight;
   const int64_t stride = ld * int64_t(sizeof(float));
   const auto each_sum = [&](const auto& f) {
-    each<R>([&](auto r) { each<C>([&](auto c) { f(r, c, sums + r.value * tile::kRows * ld + c.value * kColumns); }); });
+    each<R>([&](auto r) { each<C>([&](auto c) { f(r, c, sums + r.value * tmm::kRows * ld + c.value * kColumns); }); });
   };
 
   each_sum([&](auto r, auto c, float* at) {
     constexpr int sum = decltype(r)::value * kRowSums + decltype(c)::value;
     if (accumulate)
-      tile::load<sum>(at, stride);
+      tmm::load<sum>(at, stride);
     else
-      tile::zero<sum>();
+      tmm::zero<sum>();
   });
   for (int64_t i = 0; i < steps; ++i) {
-    each<R>([&](auto r) { tile::load<kLeft + decltype(r)::value>(left.at(r.value, i), left.row_stride); });
+    each<R>([&](auto r) { tmm::load<kLeft + decltype(r)::value>(left.at(r.value, i), left.row_stride); });
     each<C>([&](auto c) {
       constexpr int column = decltype(c)::value, b = kRight + column % kRights;
-      tile::load<b>(right.at(i, column));
+      tmm::load<b>(right.at(i, column));
       each<R>([&](auto r) {
         constexpr int row = decltype(r)::value;
-        tile::dot<row * kRowSums + column, kLeft + row, b>();
+        tmm::dot<row * kRowSums + column, kLeft + row, b>();
       });
     });
   }
   each_sum(
-      [&](auto r, auto c, float* at) { tile::store<decltype(r)::value * kRowSums + decltype(c)::value>(at, stride); });
+      [&](auto r, auto c, float* at) { tmm::store<decltype(r)::value * kRowSums + decltype(c)::value>(at, stride); });
 }
 
 // The same with C = columns, at most 4 / R.
@@ -119,9 +111,9 @@ struct RowBlock {
   static int64_t blocks(const LinearParams& p) {
     return ceil_div(p.M / kPairRows * kPairRows, task_rows(p)) + (p.M % kPairRows > 0);
   }
-  tile::Shapes shapes() const {
-    tile::Shapes shapes = tile::Shapes::full();
-    const int64_t upper = min_of(count, tile::kRows), lower = min_of(count - upper, tile::kRows);
+  tmm::Shapes shapes() const {
+    tmm::Shapes shapes = tmm::Shapes::full();
+    const int64_t upper = min_of(count, tmm::kRows), lower = min_of(count - upper, tmm::kRows);
     if (lower == 0) {  // 1 x 4
       for (int i = 0; i < 5; ++i) shapes.set(i, upper);
     } else {                                             // 2 x 2
@@ -152,13 +144,13 @@ struct Plan {
   }
 };
 
-int64_t padded_k(const LinearParams& p) { return round_up(p.K, tile::kDepth); }
+int64_t padded_k(const LinearParams& p) { return round_up(p.K, tmm::kDepth); }
 
 // Whether tiles of x are loaded from x itself. A row of a tile that crosses a cache line makes its load 7 times slower;
 // rows a multiple of 1 KB apart share too few sets of L1 to stay there until the next column.
 bool x_in_place(const LinearParams& p) {
   const int64_t bytes = p.x_stride * int64_t(sizeof(bf16));
-  return p.K % tile::kDepth == 0 && reinterpret_cast<uintptr_t>(p.x) % 64 == 0 && bytes % 64 == 0 &&
+  return p.K % tmm::kDepth == 0 && reinterpret_cast<uintptr_t>(p.x) % 64 == 0 && bytes % 64 == 0 &&
          (bytes % 1024 != 0 || p.M <= kPairRows);
 }
 
@@ -170,7 +162,7 @@ struct Scratch {
 
   static int64_t x_bytes(const LinearParams& p) {
     if (x_in_place(p)) return 0;
-    return round_up(min_of(task_rows(p), p.M), tile::kRows) * padded_k(p) * int64_t(sizeof(bf16));
+    return round_up(min_of(task_rows(p), p.M), tmm::kRows) * padded_k(p) * int64_t(sizeof(bf16));
   }
   static constexpr int64_t kRightBytes = 4 * kColumns * kDepthBlock * int64_t(sizeof(bf16));
   static int64_t bytes(const LinearParams& p, const Plan& plan) {  // a vector more: the last row is read beyond its end
@@ -189,28 +181,23 @@ Left left_of(const LinearParams& p, const RowBlock& rows, const Scratch& s) {
   const bf16* x = static_cast<const bf16*>(p.x) + rows.first * p.x_stride;
   if (x_in_place(p)) {
     const int64_t stride = p.x_stride * int64_t(sizeof(bf16));
-    return {reinterpret_cast<const char*>(x), stride, tile::kRowBytes, tile::kRows * stride};
+    return {reinterpret_cast<const char*>(x), stride, tmm::kRowBytes, tmm::kRows * stride};
   }
-  const int64_t tile_stride = padded_k(p) / tile::kDepth * tile::kBytes;
+  const int64_t tile_stride = padded_k(p) / tmm::kDepth * tmm::kBytes;
   for (int64_t r = 0; r < rows.count; ++r) {
     const bf16* from = x + r * p.x_stride;
-    char* to = s.x + r / tile::kRows * tile_stride + r % tile::kRows * tile::kRowBytes;
-    int64_t k = 0;
-    for (; k + tile::kDepth <= p.K; k += tile::kDepth, to += tile::kBytes) memcpy(to, from + k, tile::kRowBytes);
-    if (k < p.K) {
-      memset(to, 0, tile::kRowBytes);
-      memcpy(to, from + k, size_t(p.K - k) * sizeof(bf16));
-    }
+    char* to = s.x + r / tmm::kRows * tile_stride + r % tmm::kRows * tmm::kRowBytes;
+    pack_left_row(from, p.K, to, tmm::kBytes);
   }
-  return {s.x, tile::kRowBytes, tile::kBytes, tile_stride};
+  return {s.x, tmm::kRowBytes, tmm::kBytes, tile_stride};
 }
 
 // Tiles of W^T: k0 .. k0 + depth - 1 of `tiles` times 16 outputs from column tile `first` of the group on.
 Right right_of(const LinearParams& p, const Group& group, int64_t first, int64_t tiles, int64_t k0, int64_t depth,
                const Scratch& s) {
   const bf16* weight = static_cast<const bf16*>(p.weight);
-  constexpr int64_t staged_stride = kDepthBlock / tile::kDepth * tile::kBytes;
-  const int64_t used = ceil_div(depth, 2) * tile::kRowBytes, padded = round_up(used, tile::kBytes);
+  constexpr int64_t staged_stride = kDepthBlock / tmm::kDepth * tmm::kBytes;
+  const int64_t used = ceil_div(depth, 2) * tmm::kRowBytes, padded = round_up(used, tmm::kBytes);
   if (p.packed) {
     const bf16* packed = weight + ((group.n / kColumns + first) * p.K + k0) * kColumns;
     const int64_t stride = p.K * kColumns;
@@ -224,11 +211,9 @@ Right right_of(const LinearParams& p, const Group& group, int64_t first, int64_t
   for (int64_t c = 0; c < tiles; ++c) {
     const int64_t column = (first + c) * kColumns;
     const bf16* rows = weight + (group.n + column) * p.weight_stride + k0;
-    char* to = s.right + c * staged_stride;
-    pack_transposed<bf16>(
+    pack_right(
         min_of(kColumns, group.columns - column), depth, [&](int64_t i) { return rows + i * p.weight_stride; },
-        reinterpret_cast<float*>(to), kColumns);
-    memset(to + used, 0, size_t(padded - used));
+        s.right + c * staged_stride);
   }
   return {s.right, staged_stride};
 }
@@ -236,16 +221,16 @@ Right right_of(const LinearParams& p, const Group& group, int64_t first, int64_t
 // s.sums = the rows times the columns of the group
 void multiply(const LinearParams& p, const Plan& plan, const RowBlock& rows, const Left& left, const Group& group,
               const Scratch& s) {
-  const bool pairs = rows.count > tile::kRows;
+  const bool pairs = rows.count > tmm::kRows;
   const int64_t most = pairs ? 2 : 4;
   for (int64_t c = 0; c < group.tiles; c += most) {
     const int64_t tiles = min_of(most, group.tiles - c);
     for (int64_t k0 = 0; k0 < p.K; k0 += kDepthBlock) {
-      const int64_t depth = min_of(kDepthBlock, p.K - k0), steps = ceil_div(depth, tile::kDepth);
+      const int64_t depth = min_of(kDepthBlock, p.K - k0), steps = ceil_div(depth, tmm::kDepth);
       const Right right = right_of(p, group, c, tiles, k0, depth, s);
       for (int64_t r = 0; r < rows.count; r += kPairRows) {
         Left from = left;
-        from.base = left.at(r / tile::kRows, k0 / tile::kDepth);
+        from.base = left.at(r / tmm::kRows, k0 / tmm::kDepth);
         float* sums = s.sums + r * plan.ld + c * kColumns;
         if (pairs)
           multiply_columns<2>(tiles, steps, from, right, sums, plan.ld, k0 > 0);
@@ -267,7 +252,7 @@ void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& la
     const Scratch s(launch.workspace + worker * bytes, p);
     for (int64_t task; queue.take(task);) {
       const RowBlock rows(p, task % plan.row_blocks);
-      const tile::Config config(rows.shapes());
+      const tmm::Config config(rows.shapes());
       const Left left = left_of(p, rows, s);
       const int64_t begin = task / plan.row_blocks * plan.groups_per_task;
       for (int64_t g = begin; g < min_of(plan.groups, begin + plan.groups_per_task); ++g) {

@@ -6,12 +6,12 @@ namespace attn_ext::ATTN_EXT_ISA {
 
 // 4 * iterations products of 16 x 16 x 32, by the calling thread.
 void peak(int64_t iterations) {
-  const tile::Config config(tile::Shapes::full());
+  const tmm::Config config(tmm::Shapes::full());
   for (int64_t i = 0; i < iterations; ++i) {
-    tile::dot<0, 4, 6>();
-    tile::dot<1, 4, 7>();
-    tile::dot<2, 5, 6>();
-    tile::dot<3, 5, 7>();
+    tmm::dot<0, 4, 6>();
+    tmm::dot<1, 4, 7>();
+    tmm::dot<2, 5, 6>();
+    tmm::dot<3, 5, 7>();
   }
 }
 

@@ -1,10 +1,10 @@
 // The AMX tile registers: eight matrices of up to 16 rows x 64 bytes per thread, and the instructions on them.
 //
-//   tile::Config config(shapes);        gives the tiles their shapes; they go back to the system when it ends
-//   tile::zero<c>()                     tile c = 0
-//   tile::load<a>(memory, stride)       rows from memory, `stride` bytes apart
-//   tile::dot<c, a, b>()                c (m, n) float32 += a (m, 2k) bfloat16 . b (k, n pairs) bfloat16
-//   tile::store<c>(memory, stride)
+//   tmm::Config config(shapes);        gives the tiles their shapes; they go back to the system when it ends
+//   tmm::zero<c>()                     tile c = 0
+//   tmm::load<a>(memory, stride)       rows from memory, `stride` bytes apart
+//   tmm::dot<c, a, b>()                c (m, n) float32 += a (m, 2k) bfloat16 . b (k, n pairs) bfloat16
+//   tmm::store<c>(memory, stride)
 //
 // b holds two consecutive k of a column side by side: b[i][n] = {B[2i][n], B[2i+1][n]}. Per element of c, dot adds the
 // products of even k in one chain and those of odd k in another, adds the two, and adds that to c. Subnormal numbers
@@ -20,7 +20,7 @@
 
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
-namespace tile {
+namespace tmm {
 
 constexpr int64_t kRows = 16;
 constexpr int64_t kRowBytes = 64;
@@ -77,6 +77,6 @@ ATTN_INLINE void dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
 }
 
-}  // namespace tile
+}  // namespace tmm
 }  // namespace
 }  // namespace attn_ext::ATTN_EXT_ISA
