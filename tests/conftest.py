@@ -1,5 +1,6 @@
 """Fixtures of every test: the backend that runs the ops, the dtype, and settings that a test must not leak."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 import attn_ext
+
+sys.path.append(str(Path(__file__).parent / "amx"))
+import emulator  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -22,20 +26,30 @@ SIMT_MODULES = [
 # ... but for these, which are about torch's dispatcher and the CPU kernels' threads.
 NOT_ON_SIMT = ["test_H25_autocast", "test_H25_autocast_of_the_paged_ops", "test_H26_child_processes"]
 
+# Tests that run `amx` where its instructions have to be emulated (tests/amx): those of the ops that it has kernels for.
+EMULATED_MODULES = [
+    "test_attention", "test_errors", "test_invariance", "test_known_failures", "test_linear", "test_memory_layouts",
+    "test_qkv_projection", "test_worked_examples",
+]  # fmt: skip
+NOT_EMULATED = ["test_H26_child_processes"]  # of their own; tests/amx has one on forks
+EMULATES = emulator.possible()
+
 
 def _backends(metafunc) -> list[str]:
     """The CPU backends of this machine; `cuda` where there is a GPU and the build has kernels for it; `simt`."""
     cuda = ["cuda"] if attn_ext._C.cuda_built and torch.cuda.is_available() else []
     on_simt = metafunc.module.__name__ in SIMT_MODULES and metafunc.function.__name__ not in NOT_ON_SIMT
     simt = ["simt"] if on_simt and (shutil.which("g++") or os.environ.get("CXX")) else []
-    return attn_ext.backends() + cuda + simt
+    on_emulator = metafunc.module.__name__ in EMULATED_MODULES and metafunc.function.__name__ not in NOT_EMULATED
+    amx = ["amx"] if EMULATES and on_emulator else []
+    return attn_ext.backends() + cuda + simt + amx
 
 
 def _dtypes(backend: str) -> list[torch.dtype]:
-    """float64 exists on the scalar backend only; avx512_bf16 is avx512 but for bfloat16."""
+    """float64 exists on the scalar backend only; avx512_bf16 and amx are avx512 but for bfloat16."""
     if backend == "scalar":
         return [*DTYPES, torch.float64]
-    return [torch.bfloat16] if backend == "avx512_bf16" else DTYPES
+    return [torch.bfloat16] if backend in ("avx512_bf16", "amx") else DTYPES
 
 
 def _name(value) -> str:
@@ -77,7 +91,8 @@ def backend(request):
         with on_executor():
             yield request.param
         return
-    with attn_ext.use_backend(request.param):
+    emulation = emulator.running() if request.param == "amx" and EMULATES else contextlib.nullcontext()
+    with emulation, attn_ext.use_backend(request.param):
         yield request.param
 
 

@@ -56,18 +56,28 @@ bool emulates_amx() {
   auto* emulator = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "attn_ext_amx_emulator"));
   return emulator && emulator();
 }
+
+// Products and attention; the other ops have nothing to gain from tiles.
+Kernels amx_kernels() {
+  Kernels kernels = ATTN_EXT_KERNELS(avx512);
+  kernels.linear_workspace = amx::linear_workspace;
+  kernels.linear = amx::linear;
+  kernels.qkv_to_cache_workspace = amx::qkv_to_cache_workspace;
+  kernels.qkv_to_cache = amx::qkv_to_cache;
+  kernels.attention_workspace = amx::attention_workspace;
+  kernels.attention = amx::attention;
+  return kernels;
+}
 #endif
 
 const Backend kBackends[] = {
 #if defined(__x86_64__)
-    {"amx",
-     "AMX TILE and BF16, AVX-512 F, BW, VL, DQ, BF16, and a system that permits tiles",
-     [] { return has_amx()        ? 50
-                 : emulates_amx() ? 15
-                                  : 0; },
-     {amx::linear_workspace, amx::linear, amx::qkv_to_cache_workspace, amx::qkv_to_cache,
-      avx512::masked_softmax_workspace, avx512::masked_softmax, amx::attention_workspace, amx::attention,
-      avx512::merge_attention}},
+    {"amx", "AMX TILE and BF16, AVX-512 F, BW, VL, DQ, BF16, and a system that permits tiles",
+     [] {
+       if (has_amx()) return 50;
+       return emulates_amx() ? 15 : 0;
+     },
+     amx_kernels()},
     // Zen multiplies pairs of bfloat16 at the rate of float32, Intel's cores at a quarter of it.
     {"avx512_bf16", "AVX-512 F, BW, VL, DQ, BF16",
      [] {

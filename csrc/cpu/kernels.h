@@ -38,7 +38,7 @@ ATTN_EXT_DECLARE_KERNELS(avx2)
 ATTN_EXT_DECLARE_KERNELS(avx512)
 ATTN_EXT_DECLARE_KERNELS(avx512_bf16)
 
-// Products and attention of bfloat16 on AMX tiles; the functions that have no other form are those of avx512.
+// Products and attention of bfloat16 on AMX tiles; other types are passed on to avx512.
 namespace amx {
 int64_t linear_workspace(const LinearParams&, int);
 void linear(const LinearParams&, const Launch&);
