@@ -12,7 +12,7 @@ import torch
 import attn_ext
 
 sys.path.append(str(Path(__file__).parent / "amx"))
-import emulator  # noqa: E402
+import emulator
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

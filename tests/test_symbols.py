@@ -92,6 +92,8 @@ def weak_symbols(file: Path) -> list[str]:
 def isa_objects(tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("objects")
     jobs = [(ROOT / f"csrc/cpu/{stem}.cpp", isa, folder) for stem in cmake_list("KERNELS") for isa in ISAS]
+    if ISAS:
+        jobs += [(ROOT / f"csrc/cpu/amx/{stem}.cpp", "amx", folder) for stem in cmake_list("KERNELS_amx")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda job: compile_object(*job), jobs))
 
@@ -110,10 +112,24 @@ def test_isa_objects_export_their_namespace_only(isa_objects):
 
 
 def test_isa_objects_call_c_functions_only(isa_objects):
-    """Nothing of the C++ library or of torch: memcpy and the like."""
+    """Nothing of the C++ library or of torch: memcpy and the like. amx passes other types on to avx512."""
     for file in isa_objects:
         undefined = [name for _, name in symbols(file, "--undefined-only")]
-        assert [name for name in undefined if name.startswith("_Z")] == [], file.name
+        other = "_ZN8attn_ext6avx512" if ".amx." in file.name else "none"
+        assert [name for name in undefined if name.startswith("_Z") and not name.startswith(other)] == [], file.name
+
+
+TILE_INSTRUCTIONS = {"ldtilecfg", "tilerelease", "tilezero", "tileloadd", "tilestored", "tdpbf16ps"}
+
+
+def test_tile_instructions_are_in_the_amx_objects_only(isa_objects):
+    """Those that tests/amx emulates, and not vdpbf16ps, which is slow on the CPUs that have tiles."""
+    found = {file.name: set() for file in isa_objects}
+    for file in isa_objects:
+        text = "\n".join(lines("objdump", "-d", "--no-show-raw-insn", file))
+        found[file.name] = set(re.findall(r"\t(\w*tile\w*|tdp\w+|vdpbf16ps)\b", text))
+    assert set().union(*(found[f] for f in found if ".amx." in f)) == (TILE_INSTRUCTIONS if ISAS else set())
+    assert {f for f, names in found.items() if names - {"vdpbf16ps"} and ".amx." not in f} == set()
 
 
 @pytest.mark.skipif(not ISAS, reason="only x86-64 has files with instruction-set flags")

@@ -46,7 +46,7 @@ int64_t qkv_to_cache_workspace(const QkvToCacheParams&, int);
 void qkv_to_cache(const QkvToCacheParams&, const Launch&);
 int64_t attention_workspace(const AttentionParams&, int);
 void attention(const AttentionParams&, const Launch&);
-void peak(int64_t iterations);  // probe.cpp
+int64_t peak_bf16(int64_t iterations);  // probe.cpp
 }  // namespace amx
 
 // Moving cache rows is copying bytes: the same on every CPU (kv_cache.cpp).
