@@ -122,56 +122,5 @@ struct StepSoftmax {
   }
 };
 
-// The same over the steps of one split, with as few operations as a step can do with:
-//
-//   * Weights are 2^(c (score - max)) of scores not yet scaled: c holds scale and log2(e).
-//   * The maximum moves only when a score exceeds it by so much that its weight would be above 2^8; until then it need
-//     not be known, and no lane is compared with another. That is decided by the row's own scores.
-//   * 2^x is no more accurate than what becomes of the weights: 1e-4 for bfloat16, a fortieth of its rounding.
-template <class T>
-struct StepSoftmax {
-  using A = Accumulate<T>;
-  static constexpr int kExp2Degree = sizeof(T) >= 4 ? 5 : is_bf16<T> ? 3 : 4;
-  A max;       // of the scores when it moved last, -inf before any was seen
-  A limit;     // a score above it moves max
-  Vec<A> sum;  // of the weights, lane by lane
-
-  ATTN_INLINE void init() {
-    max = limit = A(-kInf);
-    sum = Vec<A>{};
-  }
-
-  // scores (n, a multiple of W) become weights. Returns the factor for what was accumulated before.
-  ATTN_INLINE A update(const A* scores, int64_t n, A c, Element<T>* weights) {
-    Vec<A> top = load(scores);
-    for (int64_t j = W<A>; j < n; j += W<A>) top = vmax(top, load(scores + j));
-    A factor = A(1);
-    if (any_above(top, splat(limit))) {
-      const A new_max = max_lanes<A>(top);
-      factor = exp2_scaled<5>(splat(max - new_max), splat(c))[0];
-      sum = sum * splat(factor);
-      max = new_max;
-      limit = new_max + A(8) / c;
-    }
-    const Vec<A> base = splat(max == A(-kInf) ? A(0) : max);
-    Vec<A> step_sum{};
-    for (int64_t j = 0; j < n; j += W<A>) {
-      const Vec<A> weight = exp2_scaled<kExp2Degree>(load(scores + j) - base, splat(c));
-      step_sum += weight;
-      Product<T>::store_left(weights + j, weight);
-    }
-    sum += step_sum;
-    return factor;
-  }
-
-  // As a state of scaled scores.
-  ATTN_INLINE SoftmaxState<A> scaled(A scale) const {
-    SoftmaxState<A> state;
-    state.max = max == A(-kInf) ? max : max * scale;
-    state.sum = sum;
-    return state;
-  }
-};
-
 }  // namespace
 }  // namespace attn_ext::ATTN_EXT_ISA

@@ -295,8 +295,6 @@ ATTN_INLINE void store_pair(char* to, Vec<float> even, Vec<float> odd) {
   _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), both));
 }
 
-constexpr int kExp2Degree = 5;  // rounding the weights to bfloat16 hides much more, but their sum shows in lse
-
 // The scores of a block become weights in s.weights; what the block has accumulated is rescaled.
 void weigh(const AttentionParams& p, const Tile& t, int64_t block, int64_t first, int64_t count, bool plain,
            float* scores, Scratch& s) {
@@ -316,8 +314,7 @@ void weigh(const AttentionParams& p, const Tile& t, int64_t block, int64_t first
   const __mmask16 moves = _mm512_cmp_ps_mask((__m512)top, (__m512)state.limit, _CMP_GT_OQ);
   if (moves) {
     const V max = (V)_mm512_mask_mov_ps((__m512)state.max, moves, (__m512)top);
-    const V factor =
-        (V)_mm512_mask_mov_ps((__m512)splat(1.0f), moves, (__m512)exp2_scaled<kExp2Degree>(state.max - max, c));
+    const V factor = (V)_mm512_mask_mov_ps((__m512)splat(1.0f), moves, (__m512)exp2_scaled(state.max - max, c));
     state.max = max;
     state.limit = max + splat(8.0f / s.exponent);
     state.sum *= factor;
@@ -328,8 +325,8 @@ void weigh(const AttentionParams& p, const Tile& t, int64_t block, int64_t first
   const V base = (state.max == splat(-kInf)) ? V{} : state.max;
   V sum{}, sum2{};
   for (int64_t j = 0; j < kStep; j += 2) {
-    const V even = exp2_scaled<kExp2Degree>(load(scores + j * kLanes) - base, c);
-    const V odd = exp2_scaled<kExp2Degree>(load(scores + (j + 1) * kLanes) - base, c);
+    const V even = exp2_scaled(load(scores + j * kLanes) - base, c);
+    const V odd = exp2_scaled(load(scores + (j + 1) * kLanes) - base, c);
     sum += even;
     sum2 += odd;
     store_pair(s.weights + j / 2 * tmm::kRowBytes, even, odd);
