@@ -122,12 +122,11 @@ def memory_lines(memory: dict) -> list[str]:
     if isinstance(peak, str):
         return [*lines, f"peak memory skipped: {peak}"]
     mb = {key: f"{value / 1e6:.0f} MB" for key, value in peak.items()}
-    factor = (peak["load_peak"] - peak["imported"]) / peak["weights"]
     return [
         *lines,
-        f"SmolLM2 in bfloat16: weights {mb['weights']}; the process has {mb['imported']} before, {mb['loaded']} after "
-        f"loading, at most {mb['load_peak']} while loading ({factor:.2f} times the weights more) "
-        f"and {mb['run_peak']} while running",
+        f"SmolLM2 in bfloat16, resident memory of the process: {mb['imported']} before; {mb['loaded']} with the model, "
+        f"whose weights are {mb['weights']}; at most {mb['load_peak']} while it was loaded, {mb['engine_peak']} while "
+        f"the engine packed the weights, {mb['run_peak']} while it ran",
     ]
 
 
