@@ -57,7 +57,8 @@ def machine_lines(machine: dict) -> list[str]:
 def milliseconds(timing: dict) -> str:
     """'0.415 ±2%': the median, and half the distance between the quartiles."""
     half = (timing["p75_s"] - timing["p25_s"]) / 2 / timing["median_s"]
-    return f"{1e3 * timing['median_s']:#.3g}".rstrip(".") + f" ±{half:.0%}"
+    ms = 1e3 * timing["median_s"]
+    return (f"{ms:.0f}" if ms >= 1000 else f"{ms:#.3g}".rstrip(".")) + f" ±{half:.0%}"
 
 
 def row_cells(row: dict, machine: dict) -> list[list[str]]:
