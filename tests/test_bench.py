@@ -257,6 +257,13 @@ def some_results() -> dict:
     )  # fmt: skip
 
 
+def test_milliseconds():
+    def shown(seconds):
+        return report.milliseconds({"median_s": seconds, "p25_s": 0.9 * seconds, "p75_s": 1.1 * seconds})
+
+    assert [shown(s) for s in (0.00001234, 0.001, 0.4, 2.3456)] == ["0.0123 ±10%", "1.00 ±10%", "400 ±10%", "2346 ±10%"]
+
+
 def test_report_as_json_and_markdown():
     data = json.loads(json.dumps(some_results()))
     row = data["rows"][0]

@@ -193,8 +193,11 @@ def plot_growth(curves: list[Curve], folder: Path) -> list[Path]:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         low, high = axes.get_ylim()
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        ticks = [tick for decade in decades for tick in (10.0**decade, 2 * 10.0**decade, 5 * 10.0**decade)]
-        axes.set_yticks([tick for tick in ticks if low <= tick <= high])
+        for digits in ((1, 2, 5), range(1, 10)):  # the coarser ones, if they are enough
+            ticks = [digit * 10.0**decade for decade in decades for digit in digits]
+            axes.set_yticks(shown := [tick for tick in ticks if low <= tick <= high])
+            if len(shown) > 2:
+                break
         axes.set_xlabel(curve.variable)
         axes.set_ylabel("ms (median, band: quartiles)")
         axes.set_title(curve.title)

@@ -63,14 +63,10 @@ class PeakMemory:
 
     weights: int  # bytes of the model's parameters
     imported: int  # before the model was loaded
-    load_peak: int  # the most while it was loaded, its weights packed included
+    load_peak: int  # the most while it was loaded
     loaded: int
+    engine_peak: int  # the most while the engine was made, which packs the weights
     run_peak: int  # the most while 512 tokens were read and 16 generated
-
-    @property
-    def load_factor(self) -> float:
-        """The most that loading took beyond what was there, over the size of the weights: 2 would be two copies."""
-        return (self.load_peak - self.imported) / self.weights
 
 
 _CHILD = """
@@ -91,11 +87,13 @@ model, _ = load_model("smollm2", dtype=torch.bfloat16)
 load_peak, loaded = status("VmHWM"), status("VmRSS")
 forget_peak()
 engine = generate.Engine(model, num_blocks=40)
+engine_peak = status("VmHWM")
+forget_peak()
 engine.submit(list(range(3, 515)), generate.SamplingParams(max_new_tokens=16, temperature=0))
 engine.run()
 weights = sum(p.numel() * p.element_size() for p in [*model.parameters(), *model.buffers()])
-sizes = dict(weights=weights, imported=imported, load_peak=load_peak, loaded=loaded, run_peak=status("VmHWM"))
-print(json.dumps(sizes))
+sizes = dict(weights=weights, imported=imported, load_peak=load_peak, loaded=loaded, engine_peak=engine_peak)
+print(json.dumps(sizes | {"run_peak": status("VmHWM")}))
 """
 
 

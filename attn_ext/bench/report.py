@@ -57,7 +57,8 @@ def machine_lines(machine: dict) -> list[str]:
 def milliseconds(timing: dict) -> str:
     """'0.415 ±2%': the median, and half the distance between the quartiles."""
     half = (timing["p75_s"] - timing["p25_s"]) / 2 / timing["median_s"]
-    return f"{1e3 * timing['median_s']:#.3g}".rstrip(".") + f" ±{half:.0%}"
+    ms = 1e3 * timing["median_s"]
+    return (f"{ms:.0f}" if ms >= 1000 else f"{ms:#.3g}".rstrip(".")) + f" ±{half:.0%}"
 
 
 def row_cells(row: dict, machine: dict) -> list[list[str]]:
@@ -122,12 +123,11 @@ def memory_lines(memory: dict) -> list[str]:
     if isinstance(peak, str):
         return [*lines, f"peak memory skipped: {peak}"]
     mb = {key: f"{value / 1e6:.0f} MB" for key, value in peak.items()}
-    factor = (peak["load_peak"] - peak["imported"]) / peak["weights"]
     return [
         *lines,
-        f"SmolLM2 in bfloat16: weights {mb['weights']}; the process has {mb['imported']} before, {mb['loaded']} after "
-        f"loading, at most {mb['load_peak']} while loading ({factor:.2f} times the weights more) "
-        f"and {mb['run_peak']} while running",
+        f"SmolLM2 in bfloat16, resident memory of the process: {mb['imported']} before; {mb['loaded']} with the model, "
+        f"whose weights are {mb['weights']}; at most {mb['load_peak']} while it was loaded, {mb['engine_peak']} while "
+        f"the engine packed the weights, {mb['run_peak']} while it ran",
     ]
 
 

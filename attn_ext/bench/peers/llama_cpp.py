@@ -107,8 +107,7 @@ class Engine:
             raise RuntimeError("llama.cpp cannot make a context")
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.batch = llama_cpp.llama_batch_init(max_seqs * max_len, 0, max_seqs)
-        info = llama_cpp.llama_print_system_info().decode()
-        self.version = f"llama_cpp {llama_cpp.__version__}, {info.split('|')[-2].strip() if '|' in info else info}"
+        self.version = f"llama_cpp {llama_cpp.__version__}"
 
     def generate(self, prompts, n, step):
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
