@@ -125,7 +125,16 @@ def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator | 
         reached_before = descending.cumsum(-1) - descending
         kept = likely[order[reached_before < params.top_p]]
         probabilities, tokens = probabilities[kept], tokens[kept]
-    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+    return int(tokens[_draw(probabilities, generator)])
+
+
+def _draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
+    """An index, drawn by inverting the distribution: one random number, where torch.multinomial takes one for each."""
+    reached = probabilities.double().cumsum(-1)
+    if not reached[-1] > 0:
+        raise RuntimeError(f"sample: probabilities must have a sum above 0, got {reached[-1].item()}")
+    drawn = torch.rand((), dtype=torch.float64, device=reached.device, generator=generator) * reached[-1]
+    return int(torch.searchsorted(reached, drawn, right=True))  # the first that is above: never one of probability 0
 
 
 @dataclass(frozen=True)

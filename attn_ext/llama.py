@@ -304,8 +304,9 @@ class Llama(packing.PackableModel):
         Writes the K and V of the step's tokens into their slots. Inference only. Positions must be below
         `max_seq_len`.
         """
-        rope = self.rope(batch.positions)
-        x = packing.embed(self.embed, batch.tokens)
-        for layer, block in enumerate(self.layers):
-            x = block.forward_paged(x, rope, layer, batch, cache)
+        with torch.inference_mode():  # the logits come from outside: they are ordinary tensors
+            rope = self.rope(batch.positions)
+            x = packing.embed(self.embed, batch.tokens)
+            for layer, block in enumerate(self.layers):
+                x = block.forward_paged(x, rope, layer, batch, cache)
         return packing.head(self.lm_head, self.norm(x[batch.logit_rows])).float()

@@ -276,9 +276,10 @@ class GPT(packing.PackableModel):
         Writes the K and V of the step's tokens into their slots. Inference only. Positions must be below
         `max_seq_len`; torch's embedding raises IndexError where they are not.
         """
-        x = packing.embed(self.transformer.wte, batch.tokens) + self.transformer.wpe(batch.positions)
-        for layer, block in enumerate(self.transformer.h):
-            x = block.forward_paged(x, layer, batch, cache)
+        with torch.inference_mode():  # the logits come from outside: they are ordinary tensors
+            x = packing.embed(self.transformer.wte, batch.tokens) + self.transformer.wpe(batch.positions)
+            for layer, block in enumerate(self.transformer.h):
+                x = block.forward_paged(x, layer, batch, cache)
         x = self.transformer.ln_f(x[batch.logit_rows])
         return packing.head(self.lm_head, x).float()
 

@@ -407,10 +407,11 @@ def attention(
 def _options(op, causal, scale, window, softcap, alibi_slopes, sinks, mask, bias):
     window = (-1, -1) if window is None else window
     _must(isinstance(window, tuple | list) and len(window) == 2, op, "window", "be None or (left, right)", repr(window))
-    left, right = window
+    # What has its default is left out: the dispatcher takes time for every argument.
+    options = {"causal": causal, "scale": scale, "softcap": softcap}
+    if tuple(window) != (-1, -1):
+        options["window_left"], options["window_right"] = window
     tensors = {"alibi_slopes": alibi_slopes, "sinks": sinks, "mask": mask, "bias": bias}
-    options = {"causal": causal, "scale": scale, "window_left": left, "window_right": right, "softcap": softcap}
-    # What is not given is left out: the dispatcher takes time for every argument.
     return options | {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 

@@ -41,6 +41,9 @@ def generate(
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a block of the KV cache.")] = 16,
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens in one step, over all prompts.")] = 512,
+    pack: Annotated[
+        bool, typer.Option("--pack/--no-pack", help="Reorder the weights for this CPU first: same text, sooner.")
+    ] = True,
     threads: Threads = None,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Only the text: no summary, no progress.")] = False,
 ) -> None:
@@ -60,7 +63,7 @@ def generate(
     try:
         engine = Engine(
             network, num_blocks=num_blocks, block_size=block_size, max_batch_tokens=max_batch_tokens,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer, pack=pack,
         )  # fmt: skip
         for text in prompts:
             engine.submit(encode(text), params)
