@@ -316,3 +316,10 @@ def test_command_fails_on_a_wrong_result():
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert re.fullmatch(r"attn-ext bench: rms_norm .*: torch differs from attn_ext by .*\n", result.stderr)
+
+
+def test_the_performance_page_takes_the_tables():
+    page = (Path(__file__).parents[1] / "docs/performance.md").read_text(encoding="utf-8")
+    changed = report.insert(page, "new tables\n")
+    assert "new tables\n" in changed and report.insert(changed, "new tables\n") == changed
+    assert changed.split(report.END)[1] == page.split(report.END)[1]
