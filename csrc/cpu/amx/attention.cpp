@@ -404,6 +404,30 @@ void attend_split(const AttentionParams& p, const Tile& t, int64_t split, Scratc
   s.end_split(p, t);
 }
 
+// In place of the one in attention_tiles.h: the factors of 16 rows at a time.
+void merge_split(const Tile& t, const SoftmaxState<float>* state, const float* out, Scratch& s) {
+  typedef Vec<float> V;
+  for (int64_t begin = 0; begin < t.rows; begin += kLanes) {
+    const int64_t rows = min_of(kLanes, t.rows - begin);
+    V mine{}, other{};
+    for (int64_t i = 0; i < rows; ++i) {
+      mine[i] = s.total_state[begin + i].max;
+      other[i] = state[begin + i].max;
+    }
+    const V max = vmax(mine, other), base = (max == splat(-kInf)) ? V{} : max;
+    mine = exp(mine - base);
+    other = exp(other - base);
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t r = begin + i;
+      const V f = splat(mine[i]), g = splat(other[i]);
+      s.total_state[r].sum = s.total_state[r].sum * f + state[r].sum * g;
+      s.total_state[r].max = max[i];
+      float* total = s.total + r * s.ld;
+      for (int64_t d = 0; d < s.ld; d += kLanes) store(total + d, load(total + d) * f + load(out + r * s.ld + d) * g);
+    }
+  }
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------- launchers
