@@ -66,6 +66,7 @@ Kernels amx_kernels() {
   kernels.qkv_to_cache = amx::qkv_to_cache;
   kernels.attention_workspace = amx::attention_workspace;
   kernels.attention = amx::attention;
+  kernels.peak_bf16 = amx::peak_bf16;
   return kernels;
 }
 #endif
