@@ -58,7 +58,7 @@ def _register_autograd(name: str, op) -> None:
     _library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def _register_autocast(name: str, op, device: str, key: str) -> None:
+def _register_autocast(name: str, op, device: str, key: str, unpack) -> None:
     cast, source = _AUTOCAST[name]
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
@@ -68,6 +68,8 @@ def _register_autocast(name: str, op, device: str, key: str) -> None:
         for argument in cast:
             value = values.get(argument)
             if value is not None and value.is_floating_point() and value.dtype != torch.float64:
+                if argument == "weight" and value.dim() == 4 and value.dtype.itemsize != dtype.itemsize:
+                    value = unpack(value)  # it is packed for the width of its own dtype; the results have the same bits
                 values[argument] = value.to(dtype)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             return op(**values)
@@ -75,11 +77,11 @@ def _register_autocast(name: str, op, device: str, key: str) -> None:
     _library.impl(name, kernel, key)
 
 
-def register(names: list[str]) -> None:
-    """Gives these ops their autograd and autocast behaviour. Called once, by attn_ext.ops."""
+def register(names: list[str], unpack) -> None:
+    """Gives these ops their autograd and autocast behaviour. Called once, by attn_ext.ops, with its unpack_weight."""
     for name in names:
         op = getattr(torch.ops.attn_ext, name).default
         _register_autograd(name, op)
         if name in _AUTOCAST:
-            _register_autocast(name, op, "cpu", "AutocastCPU")
-            _register_autocast(name, op, "cuda", "AutocastCUDA")
+            _register_autocast(name, op, "cpu", "AutocastCPU", unpack)
+            _register_autocast(name, op, "cuda", "AutocastCUDA", unpack)

@@ -129,6 +129,8 @@ def pack_weight(weight: Tensor) -> Tensor:
     >>> packed.shape, torch.equal(attn_ext.linear(x, packed), attn_ext.linear(x, weight))
     (torch.Size([2, 8, 16, 1]), True)
     """
+    if not weight.is_floating_point():
+        raise ValueError(f"pack_weight: weight must be a floating-point tensor, got {weight.dtype}")
     width = _packed_width(weight.dtype)
     if weight.dim() != 2 or weight.shape[0] % _PANEL or weight.shape[1] % width:
         raise ValueError(
@@ -136,11 +138,12 @@ def pack_weight(weight: Tensor) -> Tensor:
             f"{' and K even' if width == 2 else ''}, got {tuple(weight.shape)}"
         )
     n, k = weight.shape
-    return weight.reshape(n // _PANEL, _PANEL, k // width, width).transpose(1, 2).contiguous()
+    panels = weight.reshape(n // _PANEL, _PANEL, k // width, width).transpose(1, 2)
+    return panels.clone(memory_format=torch.contiguous_format)
 
 
 def unpack_weight(packed: Tensor) -> Tensor:
-    """The weight (N, K), contiguous, that `pack_weight` has packed.
+    """The weight (N, K) that `pack_weight` has packed: a copy, contiguous.
 
     >>> import torch, attn_ext
     >>> weight = torch.randn(32, 8, dtype=torch.bfloat16)
@@ -153,7 +156,8 @@ def unpack_weight(packed: Tensor) -> Tensor:
             f"unpack_weight: packed must have shape (N / {_PANEL}, K / P, {_PANEL}, P) with P 1 or 2, "
             f"got {tuple(packed.shape)}"
         )
-    return packed.transpose(1, 2).reshape(packed.shape[0] * _PANEL, packed.shape[1] * width)
+    rows = packed.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return rows.view(packed.shape[0] * _PANEL, packed.shape[1] * width)
 
 
 def linear(
@@ -616,4 +620,4 @@ def _(key_cache, value_cache, block_pairs):
     _must_share_device("copy_blocks", key_cache=key_cache, value_cache=value_cache, block_pairs=block_pairs)
 
 
-_registration.register([name for name in __all__ if name not in ("pack_weight", "unpack_weight")])
+_registration.register([name for name in __all__ if name not in ("pack_weight", "unpack_weight")], unpack_weight)

@@ -59,6 +59,9 @@ def bench(
         if name not in (*measure.OPS, *STUDIES):
             raise UserError(f"op must be one of {', '.join((*measure.OPS, *STUDIES))}, got {name!r}")
     peers = _peers(peer)
+    for name, target in (("--json", json_file), ("--markdown", markdown_file)):
+        if target not in (None, "-"):
+            _must_be_writable(name, Path(target))
 
     try:
         data, curves = _measure(wanted, peers, quick)
@@ -73,6 +76,15 @@ def bench(
             Path(target).write_text(text(), encoding="utf-8")
     if "-" not in (json_file, markdown_file):
         _print(data)
+
+
+def _must_be_writable(name: str, path: Path) -> None:
+    """Asked before anything is measured: minutes of work would be lost otherwise."""
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise UserError(f"{name} must be a file that can be written, got {path}: {error.strerror}") from error
 
 
 def _measure(wanted: list[str], peers: dict[str, str], quick: bool) -> tuple[dict, list]:

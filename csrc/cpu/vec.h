@@ -435,7 +435,13 @@ ATTN_INLINE Vec<float> exp2_scaled(Vec<float> d, Vec<float> c) {
   const Vec<float> magic = splat(0x1.8p23f);  // adding it rounds to an integer
   const Vec<float> t = fma(d, c, magic);
   const Vec<float> n = t - magic;
+#if defined(__FMA__)
   const Vec<float> f = fma(d, c, -n);
+#else  // the product must not be rounded before n is taken off
+  typedef double Wide __attribute__((vector_size(2 * kVectorBytes)));
+  const Wide product = __builtin_convertvector(d, Wide) * __builtin_convertvector(c, Wide);
+  const Vec<float> f = __builtin_convertvector(product - __builtin_convertvector(n, Wide), Vec<float>);
+#endif
   Vec<float> q = fma(splat(0.00132647272f), f, splat(0.00967151269f));
   q = fma(q, f, splat(0.0555073374f));
   q = fma(q, f, splat(0.240222421f));
