@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attn_ext import ops
+from attn_ext import _C, ops
 from attn_ext._C import BlockAllocator, OutOfBlocks
 
 __all__ = ["BlockAllocator", "CacheStats", "OutOfBlocks", "PagedKVCache", "StepBatch"]
@@ -156,6 +156,8 @@ class PagedKVCache:
             raise RuntimeError(
                 f"PagedKVCache: no memory on {device} for {num_blocks} blocks of {nbytes} bytes ({error})"
             ) from error
+        if self.device.type == "cpu":  # blocks lie in any order: with small pages almost each would miss the TLB
+            _C.advise_huge_pages(self._storage.data_ptr(), self._storage.nbytes)
         self._views = [(layer[0].transpose(1, 2), layer[1].transpose(1, 2)) for layer in self._storage]
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = self._next_step = 0

@@ -1,7 +1,8 @@
 """Weights of a whole model in the order in which the CPU kernels read them.
 
 `pack_weight` (attn_ext.ops) reorders one weight; `PackableModel` is what a model needs for all of them. The weights are
-replaced in place, one at a time, so the memory is not doubled, and every result keeps its bits.
+replaced in place, one at a time, so the memory is not doubled, and every result keeps its bits. Those that follow each
+other share an arena of huge pages: most weights are too small for such pages of their own.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attn_ext import ops
+from attn_ext import _C, ops
 
 __all__ = ["PackableModel", "embed", "head"]
 
 _PANEL = 16  # outputs of a panel: `pack_weight` takes whole panels only
+_HUGE_PAGE = 2 << 20  # bytes
+_ARENA = 32 << 20  # bytes of an arena; a larger weight has one of its own
 
 
 class PackableModel(nn.Module):
@@ -46,13 +49,14 @@ class PackableModel(nn.Module):
         >>> model.packed, model.lm_head.weight.shape, model.unpack_weights().lm_head.weight.shape
         (True, torch.Size([2, 16, 16, 1]), torch.Size([17, 16]))
         """
-        for linear in self._linears():
-            weight = linear.weight
-            if weight.dim() == 2 and weight.device.type == "cpu" and self._fits(linear):
+        plain = {id(linear.weight): linear.weight for linear in self._linears() if self._fits(linear)}  # tied ones once
+        for weights in _groups(list(plain.values())):
+            arena = _Arena(sum(map(_packed_nbytes, weights)))
+            for weight in weights:
                 with torch.inference_mode(weight.is_inference()), torch.no_grad():
                     missing = -weight.shape[0] % _PANEL
-                    plain = F.pad(weight.data, (0, 0, 0, missing)) if missing else weight.data
-                    weight.data = ops.pack_weight(plain)
+                    padded = F.pad(weight.data, (0, 0, 0, missing)) if missing else weight.data
+                    weight.data = arena.put(ops.pack_weight(padded))
         return self
 
     def unpack_weights(self):
@@ -72,6 +76,8 @@ class PackableModel(nn.Module):
         return [module for module in self.modules() if isinstance(module, nn.Linear)]
 
     def _fits(self, linear: nn.Linear) -> bool:
+        if linear.weight.dim() != 2 or linear.weight.device.type != "cpu":
+            return False
         n, k = linear.weight.shape
         pairs = linear.weight.dtype.itemsize == 2  # neighbours of k that 16-bit types keep together
         return (n % _PANEL == 0 or linear is self.lm_head) and not (pairs and k % 2)
@@ -79,6 +85,38 @@ class PackableModel(nn.Module):
     def _apply(self, fn, recurse=True):  # behind to(), float(), cuda(), ...
         self.unpack_weights()
         return super()._apply(fn, recurse)
+
+
+def _packed_nbytes(weight: Tensor) -> int:
+    return (weight.shape[0] + -weight.shape[0] % _PANEL) * weight.shape[1] * weight.dtype.itemsize
+
+
+def _groups(weights: list[Tensor]) -> list[list[Tensor]]:
+    """Neighbours that fit an arena together; few enough that unpacking keeps little more than it has yet to unpack."""
+    groups, room = [], 0
+    for weight in weights:
+        nbytes = _packed_nbytes(weight)
+        if not groups or nbytes > room:
+            groups.append([])
+            room = _ARENA
+        groups[-1].append(weight)
+        room -= nbytes
+    return groups
+
+
+class _Arena:
+    """Memory for packed weights one after the other, freed with the last of them."""
+
+    def __init__(self, nbytes: int):
+        self.storage = torch.UntypedStorage(nbytes + (_HUGE_PAGE if nbytes >= _HUGE_PAGE else 0))
+        self.end = -self.storage.data_ptr() % _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
+        _C.advise_huge_pages(self.storage.data_ptr(), self.storage.nbytes())
+
+    def put(self, packed: Tensor) -> Tensor:
+        start, self.end = self.end, self.end + packed.nbytes  # a packed weight takes whole 64 bytes
+        place = torch.empty(0, dtype=packed.dtype)
+        place.set_(self.storage, start // packed.dtype.itemsize, packed.shape, packed.stride())
+        return place.copy_(packed)
 
 
 def _plain(linear: nn.Linear) -> Tensor:

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "cpu/backend.h"
+#include "ops/huge_pages.h"
 #include "ops/probe.h"
 
 void bind_block_allocator(pybind11::module_& m);  // bind_block_allocator.cpp
@@ -16,6 +17,7 @@ PYBIND11_MODULE(_C, m) {
         pybind11::arg("iterations"));
   m.def("read_probe", &attn_ext::ops::read_probe, pybind11::arg("backend"), pybind11::arg("address"),
         pybind11::arg("bytes"));
+  m.def("advise_huge_pages", &attn_ext::ops::advise_huge_pages, pybind11::arg("address"), pybind11::arg("bytes"));
   m.attr("version") = ATTN_EXT_VERSION;
   m.attr("torch_version") = ATTN_EXT_TORCH_VERSION;
   m.attr("compiler") =

@@ -81,7 +81,8 @@ def test_a_tied_table_stays_one_tensor():
 
 
 def test_memory_is_not_doubled(model, monkeypatch):
-    """When a weight is packed, the plain ones before it are gone; when it is unpacked, the packed ones."""
+    """When a weight is packed, the plain ones before it are gone; when it is unpacked, the arenas before its own."""
+    monkeypatch.setattr(packing, "_ARENA", 1)  # an arena for each weight
     for name, change in (("pack_weight", model.pack_weights), ("unpack_weight", model.unpack_weights)):
         old, real, alive = (
             [StorageWeakRef(m.weight.untyped_storage()) for m in model._linears()],
@@ -97,6 +98,24 @@ def test_memory_is_not_doubled(model, monkeypatch):
         change()
         assert len(alive) > 1 and alive == [alive[0] - i for i in range(len(alive))]
         assert sum(not ref.expired() for ref in old) == len(old) - len(alive)
+
+
+@pytest.mark.parametrize("size", [16384, 3 << 20], ids=["small pages", "huge pages"])
+def test_arenas_hold_neighbours(monkeypatch, size):
+    monkeypatch.setattr(packing, "_ARENA", size)
+    shape = {"hidden_size": 256, "intermediate_size": 768} if size > packing._HUGE_PAGE else {}
+    model = llama(n_layers=4, tie_embeddings=True, **shape).requires_grad_(False).pack_weights()
+    arenas = {}
+    for weight in {id(m.weight): m.weight for m in model._linears()}.values():
+        arenas.setdefault(weight.untyped_storage().data_ptr(), []).append(weight)
+    assert 1 < len(arenas) < len(model._linears())
+    for base, weights in arenas.items():
+        begins = [w.data_ptr() for w in weights]
+        ends = [w.data_ptr() + w.nbytes for w in weights]
+        assert ends[-1] - begins[0] <= size or len(weights) == 1
+        assert begins[1:] == ends[:-1] and begins[0] >= base  # no gaps, no overlap
+        assert ends[-1] <= base + weights[0].untyped_storage().nbytes()
+        assert begins[0] % (packing._HUGE_PAGE if ends[-1] - begins[0] >= packing._HUGE_PAGE else 64) == 0
 
 
 def test_state_dicts_are_plain(model):

@@ -155,13 +155,18 @@ struct StepRows {
     }
   }
 
-  // Rows lie far apart, where no hardware prefetcher looks for them.
-  static void prefetch(const T* const (&rows)[kStep], int64_t begin, int64_t end, int64_t D) {
+  // Rows lie far apart, where no hardware prefetcher looks for them. Always inline: to gcc a function that only
+  // prefetches has no effect, and a call of it is dropped.
+  static ATTN_INLINE void prefetch(const T* const (&rows)[kStep], int64_t begin, int64_t end, int64_t D) {
     for (int64_t j = begin; j < end; ++j)
       for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(rows[j] + d, 0, 2);
   }
-  void prefetch_keys(int64_t begin, int64_t end, int64_t D) const { prefetch(k, begin, min_of(end, count), D); }
-  void prefetch_values(int64_t begin, int64_t end, int64_t D) const { prefetch(v, begin, min_of(end, count), D); }
+  ATTN_INLINE void prefetch_keys(int64_t begin, int64_t end, int64_t D) const {
+    prefetch(k, begin, min_of(end, count), D);
+  }
+  ATTN_INLINE void prefetch_values(int64_t begin, int64_t end, int64_t D) const {
+    prefetch(v, begin, min_of(end, count), D);
+  }
 };
 
 template <class A>

@@ -1,29 +1,9 @@
 // masked_softmax: checks and output.
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
-#include <cmath>
-
+#include "ops/huge_pages.h"
 #include "ops/launch.h"
 #include "ops/ops.h"
 
 namespace attn_ext::ops {
-namespace {
-
-// A fresh result of many megabytes is memory that the system hands out as it is first written, and in pages of 4 KB
-// that takes longer than the softmax. The advice concerns whole huge pages inside the result, and refused it changes
-// nothing.
-void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t page = uintptr_t(2) << 20;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t begin = (address + page - 1) / page * page, end = (address + uintptr_t(bytes)) / page * page;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
-
-}  // namespace
 
 Tensor masked_softmax(Tensor scores, OptionalTensor mask, bool causal, double scale) {
   const Checker c{"masked_softmax"};
@@ -78,7 +58,9 @@ Tensor masked_softmax(Tensor scores, OptionalTensor mask, bool causal, double sc
   for (int i = 0; i < 3; ++i) p.scores_strides[i] = s.size(i) == 1 ? 0 : s.stride(i);
   p.scores = s.const_data_ptr();
   p.out = out.mutable_data_ptr();
-  if (out.is_cpu()) prefer_huge_pages(p.out, out.numel() * int64_t(out.element_size()));
+  // A fresh result of many megabytes is memory that the system hands out as it is first written, and in pages of 4 KB
+  // that takes longer than the softmax.
+  if (out.is_cpu()) advise_huge_pages(reinterpret_cast<uintptr_t>(p.out), out.numel() * int64_t(out.element_size()));
   if (p.B0 * p.B1 * p.Tq * p.Tk > 0) run(c.op, scores, p);
   return out;
 }
