@@ -159,8 +159,8 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         rows = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        self.wqkv = nn.Linear(config.hidden_size, rows, bias=config.qkv_bias)
-        self.wo = nn.Linear(config.n_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
+        self.wqkv = packing.Projection(config.hidden_size, rows, bias=config.qkv_bias)
+        self.wo = packing.Projection(config.n_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
         self.window = None if config.sliding_window is None else (config.sliding_window - 1, 0)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor, Tensor], residual: Tensor) -> Tensor:
@@ -206,9 +206,9 @@ class SwiGLU(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate = nn.Linear(hidden, inner, bias=bias)
-        self.up = nn.Linear(hidden, inner, bias=bias)
-        self.down = nn.Linear(inner, hidden, bias=bias)
+        self.gate = packing.Projection(hidden, inner, bias=bias)
+        self.up = packing.Projection(hidden, inner, bias=bias)
+        self.down = packing.Projection(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         gate = ops.linear(x, self.gate.weight, self.gate.bias, activation="silu")
@@ -252,7 +252,7 @@ class Llama(packing.PackableModel):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([Block(config) for _ in range(config.n_layers)])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = packing.Projection(config.hidden_size, config.vocab_size, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

@@ -113,8 +113,8 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = packing.Projection(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = packing.Projection(config.n_embd, config.n_embd, bias=config.bias)
         self.n_head = config.n_head
         self.dropout = config.dropout
         self.flash = config.flash
@@ -158,8 +158,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = packing.Projection(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = packing.Projection(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.activation = config.activation
         self.dropout = config.dropout
 
@@ -219,7 +219,7 @@ class GPT(packing.PackableModel):
                 "ln_f": LayerNorm(config.n_embd, bias=config.bias, eps=config.layer_norm_eps),
             }
         )
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = packing.Projection(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
         self.apply(self._init_weights)
         for name, p in self.named_parameters():

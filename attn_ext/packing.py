@@ -13,18 +13,23 @@ from torch.nn import functional as F
 
 from attn_ext import _C, ops
 
-__all__ = ["PackableModel", "embed", "head"]
+__all__ = ["PackableModel", "Projection", "embed", "head"]
 
 _PANEL = 16  # outputs of a panel: `pack_weight` takes whole panels only
 _HUGE_PAGE = 2 << 20  # bytes
 _ARENA = 32 << 20  # bytes of an arena; a larger weight has one of its own
 
 
-class PackableModel(nn.Module):
-    """A model whose Linear weights can be packed; `lm_head` is its head, which may be tied to an embedding.
+class Projection(nn.Linear):
+    """A Linear that a model multiplies by through attn_ext's ops, so that its weight may be packed."""
 
-    Packed or not is a matter of speed alone. A state dict holds plain weights in either case, and loading one, or
-    moving the model to another dtype or device, unpacks it first.
+
+class PackableModel(nn.Module):
+    """A model whose Projections can be packed; `lm_head` is its head, which may be tied to an embedding.
+
+    Packed or not is a matter of speed alone. The model's state dict holds plain weights in either case, of a packed
+    model as copies: write to them and the model does not change. Loading a state dict, or moving the model to another
+    dtype or device, unpacks it first. Other Linears that were put into the model are left alone.
     """
 
     def __init__(self):
@@ -49,7 +54,7 @@ class PackableModel(nn.Module):
         >>> model.packed, model.lm_head.weight.shape, model.unpack_weights().lm_head.weight.shape
         (True, torch.Size([2, 16, 16, 1]), torch.Size([17, 16]))
         """
-        plain = {id(linear.weight): linear.weight for linear in self._linears() if self._fits(linear)}  # tied ones once
+        plain = {id(linear.weight): linear.weight for linear in self.modules() if self._fits(linear)}  # tied once
         for weights in _groups(list(plain.values())):
             arena = _Arena(sum(map(_packed_nbytes, weights)))
             for weight in weights:
@@ -61,22 +66,23 @@ class PackableModel(nn.Module):
 
     def unpack_weights(self):
         """Undo `pack_weights`, in place -> the model."""
-        for linear in self._linears():
-            if linear.weight.dim() == 4:
-                with torch.inference_mode(linear.weight.is_inference()), torch.no_grad():
-                    linear.weight.data = _plain(linear)
+        for module in self._packables():
+            if module.weight.dim() == 4:  # asked here: tied ones are unpacked together
+                with torch.inference_mode(module.weight.is_inference()), torch.no_grad():
+                    module.weight.data = _plain(module)
         return self
 
     @property
     def packed(self) -> bool:
         """Whether any weight is packed."""
-        return any(linear.weight.dim() == 4 for linear in self._linears())
+        return any(module.weight.dim() == 4 for module in self._packables())
 
-    def _linears(self):
-        return [module for module in self.modules() if isinstance(module, nn.Linear)]
+    def _packables(self) -> list[Projection | nn.Embedding]:
+        """Modules whose weight may be packed: an embedding's is where it is, or was, tied to the head."""
+        return [module for module in self.modules() if isinstance(module, Projection | nn.Embedding)]
 
-    def _fits(self, linear: nn.Linear) -> bool:
-        if linear.weight.dim() != 2 or linear.weight.device.type != "cpu":
+    def _fits(self, linear: nn.Module) -> bool:
+        if not isinstance(linear, Projection) or linear.weight.dim() != 2 or linear.weight.device.type != "cpu":
             return False
         n, k = linear.weight.shape
         pairs = linear.weight.dtype.itemsize == 2  # neighbours of k that 16-bit types keep together
@@ -119,18 +125,20 @@ class _Arena:
         return place.copy_(packed)
 
 
-def _plain(linear: nn.Linear) -> Tensor:
-    return ops.unpack_weight(linear.weight.data)[: linear.out_features].clone()
+def _plain(module: Projection | nn.Embedding) -> Tensor:
+    """A copy of its weight, unpacked and without padding."""
+    rows = module.out_features if isinstance(module, Projection) else module.num_embeddings
+    plain = ops.unpack_weight(module.weight.data)
+    return plain if len(plain) == rows else plain[:rows].clone()
 
 
 def _plain_state(model: PackableModel, state: dict, prefix: str, _metadata) -> None:
     plain: dict[int, Tensor] = {}  # by the packed one, so that what is tied stays one tensor
     for name, module in model.named_modules():
         key = f"{prefix}{name}.weight"
-        if isinstance(module, nn.Linear | nn.Embedding) and module.weight.dim() == 4:
+        if isinstance(module, Projection | nn.Embedding) and module.weight.dim() == 4:
             if id(module.weight) not in plain:
-                rows = module.out_features if isinstance(module, nn.Linear) else module.num_embeddings
-                plain[id(module.weight)] = ops.unpack_weight(module.weight.data)[:rows]
+                plain[id(module.weight)] = _plain(module)
             state[key] = plain[id(module.weight)]
 
 
@@ -143,7 +151,9 @@ def embed(table: nn.Embedding, ids: Tensor) -> Tensor:
     weight = table.weight
     if weight.dim() == 2:
         return table(ids)
-    if ids.numel():
+    if torch.compiler.is_compiling():  # which cannot ask for values
+        torch._assert_async(((ids >= 0) & (ids < table.num_embeddings)).all(), "embed: ids must be rows of the table")
+    elif ids.numel():
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= table.num_embeddings:
             raise IndexError(f"embed: ids must be 0 to {table.num_embeddings - 1}, got {low if low < 0 else high}")

@@ -112,9 +112,9 @@ bool filter_row(const T* v, int64_t D, Element<T>* to) {
   Vec<A> poison{};
   for (int64_t d = 0; d < D; d += W<A>) poison += load(to + d) * splat(A(0));  // 0, or NaN
   if (sum_lanes<A>(poison) == A(0)) return false;
-  for (int64_t d = 0; d < D; ++d) {
-    const A value = to_accumulate(to[d]);
-    if (!(value - value == A(0))) to[d] = Element<T>{};
+  for (int64_t d = 0; d < D; d += W<A>) {
+    const Vec<A> value = load(to + d);
+    store(to + d, (value - value == Vec<A>{}) ? value : Vec<A>{});
   }
   return true;
 }
@@ -166,6 +166,9 @@ void add_left_out_values(const LeftOut& left_out, const bool* seen, const StepRo
                          Scratch<T>& s, Accumulate<T>* out) {
   using A = Accumulate<T>;
   for (int64_t i = 0; i < left_out.count; ++i) {
+    bool seen_by_any = false;
+    for (int64_t r = 0; r < rows; ++r) seen_by_any |= seen[r * kStep + i];
+    if (!seen_by_any) continue;
     const int64_t j = left_out.keys[i];
     A* value = s.left_out_value;
     for (int64_t d = 0; d < D; d += W<A>) {

@@ -238,6 +238,7 @@ void add_left_out_values(const StepRows<bf16>& step, int64_t D, const LeftOut& l
   for (int64_t i = 0; i < left_out.count; ++i) {
     const int64_t j = left_out.keys[i];
     const IVec<float> seen = load(scores + j * kLanes) != splat(-kInf);
+    if (!_mm512_test_epi32_mask((__m512i)seen, (__m512i)seen)) continue;
     Vec<float> pairs;
     memcpy(&pairs, s.weights + j / 2 * tmm::kRowBytes, sizeof pairs);
     const Vec<float> weight = widen_half(bf16{}, pairs, j % 2);
