@@ -29,14 +29,15 @@ inline constexpr int kMostPanels = 4;
 template <class T>
 inline constexpr int kMostRows = kSums / kVectorsPerPanel<T> / (kVectorBytes == 64 ? 2 : 1);
 
-// Lines of a packed weight are asked for this far ahead: 512 bytes.
-inline constexpr int kPrefetchLanes = 8 * kPanel;
+// Lines of a packed weight are asked for this far ahead (4 KB), into the L2 cache: memory takes as long as some hundred
+// multiplications, and the L1 cache has room for fewer outstanding requests.
+inline constexpr int kPrefetchLines = 64;
 
-// Panels beside each other in a block of R rows: as many as there are registers for, 1, 2 or 4.
-template <class T, int R>
-constexpr int panels_of_rows() {
+// Panels beside each other in a block of `rows` rows: as many as there are registers for, 1, 2 or 4.
+template <class T>
+constexpr int panels_of_rows(int64_t rows) {
   int panels = kMostPanels;
-  while (panels > 1 && panels * R * kVectorsPerPanel<T> > kSums) panels /= 2;
+  while (panels > 1 && panels * rows * kVectorsPerPanel<T> > kSums) panels /= 2;
   return panels;
 }
 
@@ -45,6 +46,7 @@ template <class T>
 struct Panels {
   const Accumulate<T>* base;
   int64_t stride;
+  int64_t rest;  // lines of a panel from base to its end
 };
 
 template <class T, bool kWidened, int R, int N>
@@ -54,8 +56,12 @@ ATTN_INLINE void panel_block(int64_t lines, const Element<T>* a, int64_t lda, co
   constexpr int vectors = kVectorsPerPanel<T>, steps = kStepsPerLine<T, kWidened>;
   Vec<A> sum[R][N * vectors] = {};
   for (int64_t i = 0; i < lines; ++i) {
-    if constexpr (!kWidened)  // else the panels have just been written
-      for (int n = 0; n < N; ++n) __builtin_prefetch(b.base + n * b.stride + i * kPanel + kPrefetchLanes);
+    if constexpr (!kWidened) {  // else the panels have just been written
+      // Past the end of a panel, whose neighbour is multiplied beside it, go to the panel that will follow it.
+      const int64_t line = i + kPrefetchLines;
+      const A* ahead = b.base + line * kPanel + (line < b.rest ? 0 : (N - 1) * b.stride);
+      for (int n = 0; n < N; ++n) __builtin_prefetch(ahead + n * b.stride, 0, 2);
+    }
     Vec<A> line[N * vectors];
     for (int v = 0; v < N * vectors; ++v)
       line[v] = load(b.base + v / vectors * b.stride + i * kPanel + v % vectors * W<A>);
@@ -84,9 +90,9 @@ ATTN_INLINE void panel_block(int64_t lines, const Element<T>* a, int64_t lda, co
 template <class T, bool kWidened, int R>
 __attribute__((noinline)) void panel_rows(int64_t panels, int64_t lines, const Element<T>* a, int64_t lda,
                                           const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate) {
-  constexpr int N = panels_of_rows<T, R>();
+  constexpr int N = panels_of_rows<T>(R);
   int64_t p = 0;
-  const auto from_p = [&] { return Panels<T>{b.base + p * b.stride, b.stride}; };
+  const auto from_p = [&] { return Panels<T>{b.base + p * b.stride, b.stride, b.rest}; };
   for (; p + N <= panels; p += N)
     panel_block<T, kWidened, R, N>(lines, a, lda, from_p(), c + p * kPanel, ldc, accumulate);
   if constexpr (N == 4) {
