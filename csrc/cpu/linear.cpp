@@ -107,7 +107,7 @@ void add_packed(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t 
   if (kStepsPerLine<T, false> == 1 || rows.count <= kFewRows)
     return gemm_panels<T, false>(rows.count, panels, lines, rows.x + k0, rows.stride, packed, to, stride, k0 > 0, done);
   if constexpr (kStepsPerLine<T, false> == 2) {
-    const Panels<T> widened{scratch.panels, kDepthBlock * kPanel, lines};
+    const Panels<T> widened{scratch.panels, kDepthBlock * kPanel, 0};
     for (int64_t i = 0; i < panels; ++i)
       widen_panel<T>(lines, packed.base + i * packed.stride, scratch.panels + i * widened.stride);
     gemm_panels<T, true>(rows.count, panels, depth, rows.x + k0, rows.stride, widened, to, stride, k0 > 0, done);
@@ -131,7 +131,7 @@ void add_plain(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t d
     }
     return done(0, rows.count);
   }
-  const Panels<T> panels{scratch.panels, kDepthBlock * kPanel, depth};
+  const Panels<T> panels{scratch.panels, kDepthBlock * kPanel, 0};
   for (int64_t c = 0; c < valid; c += kPanel)
     pack_transposed<T>(
         min_of<int64_t>(kPanel, valid - c), depth, [&](int64_t i) { return row(c + i); },
