@@ -29,14 +29,15 @@ inline constexpr int kMostPanels = 4;
 template <class T>
 inline constexpr int kMostRows = kSums / kVectorsPerPanel<T> / (kVectorBytes == 64 ? 2 : 1);
 
-// Lines of a packed weight are asked for this far ahead: 512 bytes.
-inline constexpr int kPrefetchLanes = 8 * kPanel;
+// Lines of a packed weight are asked for this far ahead (4 KB), into the L2 cache: memory takes as long as some hundred
+// multiplications, and the L1 cache has room for fewer outstanding requests.
+inline constexpr int kPrefetchLines = 64;
 
-// Panels beside each other in a block of R rows: as many as there are registers for, 1, 2 or 4.
-template <class T, int R>
-constexpr int panels_of_rows() {
+// Panels beside each other in a block of `rows` rows: as many as there are registers for, 1, 2 or 4.
+template <class T>
+constexpr int panels_of_rows(int64_t rows) {
   int panels = kMostPanels;
-  while (panels > 1 && panels * R * kVectorsPerPanel<T> > kSums) panels /= 2;
+  while (panels > 1 && panels * rows * kVectorsPerPanel<T> > kSums) panels /= 2;
   return panels;
 }
 
@@ -45,7 +46,25 @@ template <class T>
 struct Panels {
   const Accumulate<T>* base;
   int64_t stride;
+  int64_t rest;  // lines of a panel from base to its end; 0: it is in a cache already
 };
+
+// A line of pairs, parted and widened to its two steps.
+template <class T>
+ATTN_INLINE void widen_pairs(Vec<float> pairs, Vec<float> (&steps)[2]) {
+  for (int s = 0; s < 2; ++s) steps[s] = widen_half(T{}, pairs, s);
+}
+#if defined(__AVX512BW__)
+template <>
+ATTN_INLINE void widen_pairs<f16>(Vec<float> pairs, Vec<float> (&steps)[2]) {  // one shuffle parts both
+  typedef uint16_t Halves __attribute__((vector_size(64)));
+  Halves order;
+  for (int i = 0; i < 32; ++i) order[i] = uint16_t(i < 16 ? 2 * i : 2 * (i - 16) + 1);
+  const __m512i parted = _mm512_permutexvar_epi16((__m512i)order, (__m512i)pairs);
+  steps[0] = widen(f16{}, (HalfBits)_mm512_castsi512_si256(parted));
+  steps[1] = widen(f16{}, (HalfBits)_mm512_extracti64x4_epi64(parted, 1));
+}
+#endif
 
 template <class T, bool kWidened, int R, int N>
 ATTN_INLINE void panel_block(int64_t lines, const Element<T>* a, int64_t lda, const Panels<T>& b, Accumulate<T>* c,
@@ -53,25 +72,32 @@ ATTN_INLINE void panel_block(int64_t lines, const Element<T>* a, int64_t lda, co
   using A = Accumulate<T>;
   constexpr int vectors = kVectorsPerPanel<T>, steps = kStepsPerLine<T, kWidened>;
   Vec<A> sum[R][N * vectors] = {};
-  for (int64_t i = 0; i < lines; ++i) {
-    if constexpr (!kWidened)  // else the panels have just been written
-      for (int n = 0; n < N; ++n) __builtin_prefetch(b.base + n * b.stride + i * kPanel + kPrefetchLanes);
-    Vec<A> line[N * vectors];
-    for (int v = 0; v < N * vectors; ++v)
-      line[v] = load(b.base + v / vectors * b.stride + i * kPanel + v % vectors * W<A>);
+  const auto multiply = [&](int64_t i) {
+    Vec<A> line[N * vectors][steps];
+    for (int v = 0; v < N * vectors; ++v) {
+      const Vec<A> lanes = load(b.base + v / vectors * b.stride + i * kPanel + v % vectors * W<A>);
+      if constexpr (steps == 2)
+        widen_pairs<T>(lanes, line[v]);
+      else
+        line[v][0] = lanes;
+    }
     for (int s = 0; s < steps; ++s) {
-      Vec<A> bv[N * vectors];
-      for (int v = 0; v < N * vectors; ++v) {
-        if constexpr (steps == 2)
-          bv[v] = widen_half(T{}, line[v], s);
-        else
-          bv[v] = line[v];
-      }
       for (int r = 0; r < R; ++r) {
         const Vec<A> av = Product<T>::broadcast(a + r * lda + (i * steps + s) * Product<T>::kPerStep);
-        for (int v = 0; v < N * vectors; ++v) sum[r][v] = Product<T>::add(av, bv[v], sum[r][v]);
+        for (int v = 0; v < N * vectors; ++v) sum[r][v] = Product<T>::add(av, line[v][s], sum[r][v]);
       }
     }
+  };
+  if (!kWidened && b.rest > 0) {
+    for (int64_t i = 0; i < lines; ++i) {
+      // Past the end of a panel, whose neighbour is multiplied beside it, go to the panel that will follow it.
+      const int64_t line = i + kPrefetchLines;
+      const A* ahead = b.base + line * kPanel + (line < b.rest ? 0 : (N - 1) * b.stride);
+      for (int n = 0; n < N; ++n) __builtin_prefetch(ahead + n * b.stride, 0, 2);
+      multiply(i);
+    }
+  } else {
+    for (int64_t i = 0; i < lines; ++i) multiply(i);
   }
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < N * vectors; ++v) {
@@ -84,9 +110,9 @@ ATTN_INLINE void panel_block(int64_t lines, const Element<T>* a, int64_t lda, co
 template <class T, bool kWidened, int R>
 __attribute__((noinline)) void panel_rows(int64_t panels, int64_t lines, const Element<T>* a, int64_t lda,
                                           const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate) {
-  constexpr int N = panels_of_rows<T, R>();
+  constexpr int N = panels_of_rows<T>(R);
   int64_t p = 0;
-  const auto from_p = [&] { return Panels<T>{b.base + p * b.stride, b.stride}; };
+  const auto from_p = [&] { return Panels<T>{b.base + p * b.stride, b.stride, b.rest}; };
   for (; p + N <= panels; p += N)
     panel_block<T, kWidened, R, N>(lines, a, lda, from_p(), c + p * kPanel, ldc, accumulate);
   if constexpr (N == 4) {
@@ -117,7 +143,9 @@ ATTN_INLINE void gemm_panels(int64_t rows, int64_t panels, int64_t lines, const 
                              const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate, const Done& done) {
   for (int64_t r = 0; r < rows; r += kMostRows<T>) {
     const int64_t count = min_of<int64_t>(kMostRows<T>, rows - r);
-    panel_rows_of<T, kWidened, kMostRows<T>>(count, panels, lines, a + r * lda, lda, b, c + r * ldc, ldc, accumulate);
+    const Panels<T> block{b.base, b.stride, r == 0 ? b.rest : 0};
+    panel_rows_of<T, kWidened, kMostRows<T>>(count, panels, lines, a + r * lda, lda, block, c + r * ldc, ldc,
+                                             accumulate);
     done(r, count);
   }
 }
@@ -128,8 +156,9 @@ ATTN_INLINE void widen_panel(int64_t lines, const Accumulate<T>* from, Accumulat
   using A = Accumulate<T>;
   for (int64_t i = 0; i < lines; ++i) {
     for (int n = 0; n < kPanel; n += W<A>) {
-      const Vec<A> pairs = load(from + i * kPanel + n);
-      for (int s = 0; s < 2; ++s) store(to + (2 * i + s) * kPanel + n, widen_half(T{}, pairs, s));
+      Vec<A> steps[2];
+      widen_pairs<T>(load(from + i * kPanel + n), steps);
+      for (int s = 0; s < 2; ++s) store(to + (2 * i + s) * kPanel + n, steps[s]);
     }
   }
 }

@@ -102,11 +102,12 @@ void add_packed(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t 
                 const Scratch<T>& scratch, Accumulate<T>* to, int64_t stride, const Done& done) {
   using A = Accumulate<T>;
   const int64_t lines = depth / kPerLane<T>, panel_stride = p.K / kPerLane<T> * kPanel;
-  const Panels<T> packed{static_cast<const A*>(p.weight) + p0 * panel_stride + k0 / kPerLane<T> * kPanel, panel_stride};
+  const Panels<T> packed{static_cast<const A*>(p.weight) + p0 * panel_stride + k0 / kPerLane<T> * kPanel, panel_stride,
+                         (p.K - k0) / kPerLane<T>};
   if (kStepsPerLine<T, false> == 1 || rows.count <= kFewRows)
     return gemm_panels<T, false>(rows.count, panels, lines, rows.x + k0, rows.stride, packed, to, stride, k0 > 0, done);
   if constexpr (kStepsPerLine<T, false> == 2) {
-    const Panels<T> widened{scratch.panels, kDepthBlock * kPanel};
+    const Panels<T> widened{scratch.panels, kDepthBlock * kPanel, 0};
     for (int64_t i = 0; i < panels; ++i)
       widen_panel<T>(lines, packed.base + i * packed.stride, scratch.panels + i * widened.stride);
     gemm_panels<T, true>(rows.count, panels, depth, rows.x + k0, rows.stride, widened, to, stride, k0 > 0, done);
@@ -130,7 +131,7 @@ void add_plain(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t d
     }
     return done(0, rows.count);
   }
-  const Panels<T> panels{scratch.panels, kDepthBlock * kPanel};
+  const Panels<T> panels{scratch.panels, kDepthBlock * kPanel, 0};
   for (int64_t c = 0; c < valid; c += kPanel)
     pack_transposed<T>(
         min_of<int64_t>(kPanel, valid - c), depth, [&](int64_t i) { return row(c + i); },
@@ -149,15 +150,18 @@ void multiply(const LinearParams& p, const Plan& plan, const Rows<T>& rows, cons
       memset(scratch.total + r * plan.total_stride, 0, size_t(group.padded) * sizeof(Accumulate<T>));
     return done(0, rows.count);
   }
-  for (int64_t c = 0; c < group.padded; c += kChunk) {
+  // Few rows wait for memory: panels that are multiplied beside each other are read from end to end.
+  const bool stream = p.packed && rows.count <= kFewRows;
+  const int64_t chunk = stream ? panels_of_rows<T>(rows.count) * kPanel : kChunk;
+  for (int64_t c = 0; c < group.padded; c += chunk) {
     for (int64_t k0 = 0; k0 < p.K; k0 += kDepthBlock) {
       const int64_t depth = min_of(kDepthBlock, p.K - k0);
-      const bool last = c + kChunk >= group.padded && k0 + kDepthBlock >= p.K;
+      const bool last = c + chunk >= group.padded && k0 + kDepthBlock >= p.K;
       const auto then = [&](int64_t row, int64_t count) {
         if (last) done(row, count);
       };
       if (p.packed)
-        add_packed(p, rows, k0, depth, (group.n + c) / kPanel, min_of(kChunk, group.padded - c) / kPanel, scratch,
+        add_packed(p, rows, k0, depth, (group.n + c) / kPanel, min_of(chunk, group.padded - c) / kPanel, scratch,
                    scratch.total + c, plan.total_stride, then);
       else
         add_plain(p, rows, k0, depth, group.n + c, min_of(kChunk, group.columns - c), scratch, scratch.total + c,
