@@ -33,6 +33,10 @@ MODELS = {
 }  # fmt: skip
 
 
+def projections(model):
+    return [module for module in model.modules() if isinstance(module, packing.Projection)]
+
+
 @pytest.fixture(params=MODELS)
 def model(request):
     torch.manual_seed(0)
@@ -85,7 +89,7 @@ def test_memory_is_not_doubled(model, monkeypatch):
     monkeypatch.setattr(packing, "_ARENA", 1)  # an arena for each weight
     for name, change in (("pack_weight", model.pack_weights), ("unpack_weight", model.unpack_weights)):
         old, real, alive = (
-            [StorageWeakRef(m.weight.untyped_storage()) for m in model._linears()],
+            [StorageWeakRef(m.weight.untyped_storage()) for m in projections(model)],
             getattr(ops, name),
             [],
         )
@@ -106,9 +110,9 @@ def test_arenas_hold_neighbours(monkeypatch, size):
     shape = {"hidden_size": 256, "intermediate_size": 768} if size > packing._HUGE_PAGE else {}
     model = llama(n_layers=4, tie_embeddings=True, **shape).requires_grad_(False).pack_weights()
     arenas = {}
-    for weight in {id(m.weight): m.weight for m in model._linears()}.values():
+    for weight in {id(m.weight): m.weight for m in projections(model)}.values():
         arenas.setdefault(weight.untyped_storage().data_ptr(), []).append(weight)
-    assert 1 < len(arenas) < len(model._linears())
+    assert 1 < len(arenas) < len(projections(model))
     for base, weights in arenas.items():
         begins = [w.data_ptr() for w in weights]
         ends = [w.data_ptr() + w.nbytes for w in weights]
@@ -190,3 +194,43 @@ def test_the_engine_packs_unless_told_not_to(model, pack):
     assert [c.tokens for c in generate(model, prompts, params, pack=pack)] == plain
     assert model.packed == pack
     assert Engine(model, pack=False).model.packed == pack  # what is packed stays so
+
+
+def test_other_linears_are_left_alone():
+    model = MODELS["gpt"]().eval()
+    model.adapter = torch.nn.Linear(32, 32)
+    model.pack_weights()
+    assert model.packed and model.adapter.weight.dim() == 2
+
+
+def test_embedding_untied_after_packing():
+    model = MODELS["gpt"]().eval().pack_weights()
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(67, 32))
+    assert model.packed
+    state = model.state_dict()
+    assert state["transformer.wte.weight"].shape == (67, 32)
+    model.load_state_dict(state)
+    assert not model.packed and model.transformer.wte.weight.shape == (67, 32)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama-tied"])
+@torch.no_grad()
+def test_packed_compiles_and_exports(name):
+    model, idx = MODELS[name]().eval(), torch.tensor([[1, 2, 66]])
+
+    def logits(model):
+        out = model(idx)
+        return out[0] if isinstance(out, tuple) else out
+
+    expected = logits(model)
+    model.pack_weights()
+    assert_same_bits(logits(torch.compile(model, fullgraph=True, backend="eager")), expected)
+    assert_same_bits(logits(torch.export.export(model, (idx,)).module()), expected)
+
+
+def test_autocast_of_a_packed_engine():
+    """The engine packs by default: what worked with plain weights works."""
+    model = MODELS["gpt"]().eval()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = model(torch.tensor([[1, 2, 3]]))[0]
+        assert_same_bits(model.pack_weights()(torch.tensor([[1, 2, 3]]))[0], expected)

@@ -1,7 +1,7 @@
 // What the attention kernels share: how a problem falls into tiles of query rows, steps of keys and splits; which
 // keys a row sees; how states of splits become an output. A kernel adds its products: see Scratch below.
 //
-// A tile is up to 64 query rows of one KV head: some tokens times the query heads that share the head. It walks the
+// A tile is up to 128 query rows of one KV head: some tokens times the query heads that share the head. It walks the
 // keys in steps of 64 and keeps a softmax state per row. Keys are cut in splits of 512; every split starts a new
 // state, and the states are merged in ascending order, whether one worker walks all splits or many share them.
 // Steps and splits begin at absolute multiples, and an unseen key changes nothing, so a row's bits depend on its

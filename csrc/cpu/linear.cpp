@@ -6,6 +6,7 @@
 // ascending order: the same for every M, N and task, packed or not.
 #include "cpu/gemm_packed.h"
 #include "cpu/kernels.h"
+#include "cpu/linear_row.h"
 
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
@@ -199,94 +200,18 @@ int64_t scratch_bytes(const LinearParams& p, int64_t group_columns, int workers)
   return workers * bytes;
 }
 
-// Element n of a row, and those after it that fill a vector and are among `lanes`; the other lanes are 0.
-template <class T>
-ATTN_INLINE Vec<Accumulate<T>> load_lanes(const T* p, int64_t lanes) {
-  return lanes >= W<Accumulate<T>> ? load(p) : load_first(p, lanes);
-}
-
-// sums += bias
-template <class T>
-void add_bias(const LinearParams& p, const Group& group, Accumulate<T>* sums) {
-  if (!p.bias) return;
-  const T* bias = static_cast<const T*>(p.bias) + group.n;
-  for (int64_t c = 0; c < group.columns; c += W<Accumulate<T>>)
-    store(sums + c, load(sums + c) + load_lanes(bias + c, group.columns - c));
-}
-
-// ------------------------------------------------------------------------------------------------ linear
-
 template <class T>
 void linear_of(const LinearParams& p, const Launch& launch) {
-  using A = Accumulate<T>;
-  for_each_row<T>(p, kChunk, launch, [&](A* sums, int64_t m, const Group& group) {
-    const auto row = [&](const void* base, int64_t stride) {
-      return base ? static_cast<const T*>(base) + m * stride + group.n : nullptr;
-    };
-    const T *bias = row(p.bias, 0), *factor = row(p.multiply, p.multiply_stride);
-    const T* residual = row(p.residual, p.residual_stride);
-    T* y = static_cast<T*>(p.y) + m * p.y_stride + group.n;
-    for (int64_t c = 0; c < group.columns; c += W<A>) {
-      const int64_t lanes = group.columns - c;
-      Vec<A> v = load(sums + c);
-      if (bias) v += load_lanes(bias + c, lanes);
-      v = activate<A>(p.activation, v);
-      if (factor) v *= load_lanes(factor + c, lanes);
-      if (residual) v += load_lanes(residual + c, lanes);
-      if (lanes >= W<A>)
-        store(y + c, v);
-      else
-        store_first(y + c, v, lanes);
-    }
+  for_each_row<T>(p, kChunk, launch, [&](Accumulate<T>* sums, int64_t m, const Group& group) {
+    finish_linear_row<T>(p, m, group.n, group.columns, sums);
   });
-}
-
-// ---------------------------------------------------------------------------------------- QKV to the cache
-
-// Rotates one head in place: pairs (d, d + D/2), half-split as in Llama.
-template <class A>
-void rotate(A* head, int64_t D, const float* cos, const float* sin) {
-  const int64_t half = D / 2;
-  const auto pairs = [](auto& a, auto& b, auto c, auto s) {
-    const auto turned = a * c - b * s;
-    b = b * c + a * s;
-    a = turned;
-  };
-  int64_t d = 0;
-  if constexpr (sizeof(A) == sizeof(float)) {
-    for (; d + W<A> <= half; d += W<A>) {
-      Vec<A> a = load(head + d), b = load(head + half + d);
-      pairs(a, b, load(cos + d), load(sin + d));
-      store(head + d, a);
-      store(head + half + d, b);
-    }
-  }
-  for (; d < half; ++d) pairs(head[d], head[half + d], A(cos[d]), A(sin[d]));
 }
 
 template <class T>
 void qkv_to_cache_of(const QkvToCacheParams& p, const Launch& launch) {
-  using A = Accumulate<T>;
   // A group of columns is one head, so that rotation pairs meet in one tile.
-  for_each_row<T>(p.gemm, p.D, launch, [&](A* values, int64_t token, const Group& group) {
-    const int64_t head = group.n / p.D, slot = p.slot_mapping[token];
-    const bool is_q = head < p.H, is_v = head >= p.H + p.Hkv;
-    if (!is_q && slot < 0) return;
-    add_bias<T>(p.gemm, group, values);
-    if (p.rope_cos && !is_v) {
-      const int64_t position = p.positions[token];
-      rotate(values, p.D, p.rope_cos + position * p.rope_cos_stride, p.rope_sin + position * p.rope_sin_stride);
-    }
-    T* to;
-    if (is_q) {
-      to = static_cast<T*>(p.q) + (token * p.H + head) * p.D;
-    } else {
-      const int64_t* s = is_v ? p.value_strides : p.key_strides;
-      const int64_t kv_head = head - p.H - (is_v ? p.Hkv : 0);
-      to = static_cast<T*>(is_v ? p.value_cache : p.key_cache) + slot / p.block_size * s[0] +
-           slot % p.block_size * s[1] + kv_head * s[2];
-    }
-    store_row(to, values, p.D);
+  for_each_row<T>(p.gemm, p.D, launch, [&](Accumulate<T>* sums, int64_t token, const Group& group) {
+    finish_qkv_row<T>(p, token, group.n / p.D, sums);
   });
 }
 

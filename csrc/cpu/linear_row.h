@@ -41,11 +41,21 @@ void finish_linear_row(const LinearParams& p, int64_t m, int64_t n, int64_t colu
 template <class A>
 void rotate(A* head, int64_t D, const float* cos, const float* sin) {
   const int64_t half = D / 2;
-  for (int64_t d = 0; d < half; ++d) {
-    const A a = head[d], b = head[d + half];
-    head[d] = a * A(cos[d]) - b * A(sin[d]);
-    head[d + half] = b * A(cos[d]) + a * A(sin[d]);
+  const auto pairs = [](auto& a, auto& b, auto c, auto s) {
+    const auto turned = a * c - b * s;
+    b = b * c + a * s;
+    a = turned;
+  };
+  int64_t d = 0;
+  if constexpr (sizeof(A) == sizeof(float)) {
+    for (; d + W<A> <= half; d += W<A>) {
+      Vec<A> a = load(head + d), b = load(head + half + d);
+      pairs(a, b, load(cos + d), load(sin + d));
+      store(head + d, a);
+      store(head + half + d, b);
+    }
   }
+  for (; d < half; ++d) pairs(head[d], head[half + d], A(cos[d]), A(sin[d]));
 }
 
 // Head number `head` of the fused projection of a token: to q, or to the token's slot of the cache. Sums are read and

@@ -196,12 +196,16 @@ def test_pack_and_unpack(dtype):
     assert_same_bits(attn_ext.unpack_weight(packed), weight)
     assert_same_bits(attn_ext.pack_weight(weight.T.contiguous().T), packed)
     assert attn_ext.unpack_weight(attn_ext.pack_weight(weight[:0])).shape == (0, 6)
+    column = torch.randn(16, 1, dtype=torch.float32)  # lies in memory as it does packed: still a copy
+    assert attn_ext.pack_weight(column).data_ptr() != column.data_ptr()
 
 
 def test_pack_refuses_other_sizes():
     for weight in (torch.randn(17, 4), torch.randn(16), torch.randn(1, 16, 4), torch.randn(16, 3, dtype=BF16)):
         with pytest.raises(ValueError, match=r"^pack_weight: weight must have shape \(N, K\) .*, got \(.*\)$"):
             attn_ext.pack_weight(weight)
+    with pytest.raises(ValueError, match=r"^pack_weight: weight must be a floating-point tensor, got torch.int8$"):
+        attn_ext.pack_weight(torch.zeros(16, 4, dtype=torch.int8))
     for packed in (torch.randn(16, 4), torch.randn(1, 4, 16, 3), torch.randn(1, 4, 8, 1)):
         with pytest.raises(ValueError, match=r"^unpack_weight: packed must have shape .*, got \(.*\)$"):
             attn_ext.unpack_weight(packed)
@@ -228,13 +232,16 @@ def test_packed_errors(cpu):
 
 
 def test_packed_under_autocast(cpu):
-    """Autocast changes the dtype: between types of one width the weight stays packed; else the error says why."""
-    x, weight = torch.randn(3, 8), torch.randn(32, 8)
-    with torch.autocast("cpu", BF16):
-        out = attn_ext.linear(x, attn_ext.pack_weight(weight.to(F16)))
-        assert_same_bits(out, attn_ext.linear(x, weight.to(F16)))
-        with pytest.raises(RuntimeError, match="linear: weight must be packed in its present dtype"):
-            attn_ext.linear(x, attn_ext.pack_weight(weight))
+    """Autocast changes the dtype, and with it the width for which a weight is packed: the results stay the same."""
+    x = torch.randn(3, 8)
+    for width in (16, 32):
+        weight = torch.randn(width, 8 if width == 16 else 7)  # K odd: no packed form in bfloat16
+        for dtype in (torch.float32, F16, BF16):
+            if weight.shape[1] % 2 and dtype != torch.float32:
+                continue
+            with torch.autocast("cpu", BF16):
+                out = attn_ext.linear(x[:, : weight.shape[1]], attn_ext.pack_weight(weight.to(dtype)))
+                assert_same_bits(out, attn_ext.linear(x[:, : weight.shape[1]], weight.to(dtype)))
 
 
 # ------------------------------------------------------------------------------------------------ multiply
