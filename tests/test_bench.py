@@ -293,8 +293,9 @@ def test_command(tmp_path):
     command = [sys.executable, "-m", "attn_ext_cli", "bench", "--quick", "--op", "norm", "--threads", "1"]
     files = ["--json", str(tmp_path / "a.json"), "--markdown", str(tmp_path / "a.md")]
     result = subprocess.run(
-        [*command, *files], capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"}
-    )
+        [*command, *files], capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"},
+        cwd=tmp_path,
+    )  # fmt: skip
     assert result.returncode == 0 and result.stderr == ""
     data = json.loads((tmp_path / "a.json").read_text())
     assert data["machine"]["threads"] == 1 and data["machine"]["bytes_per_s"]["read"] > 1e8
@@ -304,7 +305,7 @@ def test_command(tmp_path):
     assert (tmp_path / "a.md").read_text() == report.markdown(data)
 
 
-def test_command_fails_on_a_wrong_result():
+def test_command_fails_on_a_wrong_result(tmp_path):
     code = """
         import sys, torch, attn_ext
         right = attn_ext.rms_norm
@@ -313,7 +314,8 @@ def test_command_fails_on_a_wrong_result():
         from attn_ext_cli import main
         main()
     """
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert result.returncode == 1
     assert re.fullmatch(r"attn-ext bench: rms_norm .*: torch differs from attn_ext by .*\n", result.stderr)
 
