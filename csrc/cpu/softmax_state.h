@@ -1,7 +1,7 @@
 // The running softmax of one query row: maximum, sum and weighted values over the keys seen so far.
 //
 //   init            nothing seen: max -inf, sum 0, out 0
-//   update          one step of keys: scores become weights exp(s - max), older parts are rescaled
+//   update          one step of keys: scores become weights, older parts are rescaled (StepSoftmax, within a split)
 //   merge           the state over the union of two disjoint ranges of keys
 //   finish          the output's factor 1 / sum and the log-sum-exp; sinks join here
 //
@@ -23,26 +23,6 @@ struct SoftmaxState {
   void init() {
     max = A(-kInf);
     sum = Vec<A>{};
-  }
-
-  // scores (n, a multiple of W) become exp(score - max). Returns the factor for what was accumulated before.
-  ATTN_INLINE A update(A* scores, int64_t n, Vec<A> step_max) {
-    const A new_max = max_of(max, max_lanes<A>(step_max));
-    const A base = new_max == A(-kInf) ? A(0) : new_max;
-    const A factor = new_max == max ? A(1) : exp_scalar(max - base);
-    Vec<A> step_sum{};
-    for (int64_t begin = 0; begin < n; begin += kSumBlock) {  // sums of sums: a long chain would gather its roundings
-      Vec<A> block_sum{};
-      for (int64_t i = begin; i < min_of(n, begin + kSumBlock); i += W<A>) {
-        const Vec<A> weight = exp(load(scores + i) - splat(base));
-        store(scores + i, weight);
-        block_sum += weight;
-      }
-      step_sum += block_sum;
-    }
-    sum = sum * splat(factor) + step_sum;
-    max = new_max;
-    return factor;
   }
 
   struct Factors {
