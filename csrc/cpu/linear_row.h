@@ -13,6 +13,20 @@ ATTN_INLINE Vec<Accumulate<T>> load_lanes(const T* p, int64_t lanes) {
   return lanes >= W<Accumulate<T>> ? load(p) : load_first(p, lanes);
 }
 
+// Two vectors as elements of T. On AMX subnormal results become 0, as those of its products do.
+template <class T>
+ATTN_INLINE void store_two(T* p, Vec<Accumulate<T>> a, Vec<Accumulate<T>> b) {
+#if defined(__AMX_BF16__)
+  if constexpr (sizeof(T) == 2) {
+    const __m512bh h = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+    memcpy(p, &h, sizeof h);
+    return;
+  }
+#endif
+  store(p, a);
+  store(p + W<Accumulate<T>>, b);
+}
+
 // Columns n .. n + columns - 1 of row m of y. Sums are read in whole vectors.
 template <class T>
 void finish_linear_row(const LinearParams& p, int64_t m, int64_t n, int64_t columns, const Accumulate<T>* sums) {
@@ -23,13 +37,19 @@ void finish_linear_row(const LinearParams& p, int64_t m, int64_t n, int64_t colu
   const T *bias = row(p.bias, 0), *factor = row(p.multiply, p.multiply_stride);
   const T* residual = row(p.residual, p.residual_stride);
   T* y = static_cast<T*>(p.y) + m * p.y_stride + n;
-  for (int64_t c = 0; c < columns; c += W<A>) {
-    const int64_t lanes = columns - c;
+  const auto finished = [&](int64_t c, int64_t lanes) {
     Vec<A> v = load(sums + c);
     if (bias) v += load_lanes(bias + c, lanes);
     v = activate<A>(p.activation, v);
     if (factor) v *= load_lanes(factor + c, lanes);
     if (residual) v += load_lanes(residual + c, lanes);
+    return v;
+  };
+  int64_t c = 0;
+  for (; c + 2 * W<A> <= columns; c += 2 * W<A>) store_two(y + c, finished(c, W<A>), finished(c + W<A>, W<A>));
+  for (; c < columns; c += W<A>) {
+    const int64_t lanes = columns - c;
+    const Vec<A> v = finished(c, lanes);
     if (lanes >= W<A>)
       store(y + c, v);
     else

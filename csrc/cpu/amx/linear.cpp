@@ -1,13 +1,14 @@
 // Fused GEMM in bfloat16 on AMX tiles: y = act(x W^T + bias) * multiply + residual, and the QKV projection whose k and
 // v go straight to the cache. The other types run on the avx512 kernels.
 //
-// x (M, K) is the left factor, 16 rows x 32 k a tile; W^T the right one, 32 k x 16 outputs. A task is a block of rows
-// times a range of column groups. Each output is one sum over k, 32 at a time in ascending order, the same for every M,
-// N and task, for plain and packed weights.
+// Each output is one sum over k, 32 at a time in ascending order, the same for every M, N and task, for plain and packed
+// weights. A worker takes a block of rows, copies it to tiles, and multiplies it by groups of columns; the sums of a
+// group stay in tile registers over all of k.
 //
-//   rows of a task   tiles of sums   of x   of W^T
-//   1 .. 16          1 x 4           1      3 in turns     decode: bound by the memory that W comes from
-//   17 and more      2 x 2           2      2              4 loads feed 4 products
+//   rows of x   left tiles   right tiles   sums    loads a product
+//   17 and more x            W^T           2 x 2   1      tiles of x and W^T from L2: 45 bytes a cycle are the limit
+//   1 .. 16     x            W^T           1 x 4   1.25   packed weight: bound by the memory that W comes from
+//   1 .. 16     W in place   x^T           4 x 1   1.25   plain weight: no transposition; the sums are turned instead
 #include "cpu/amx/pack.h"
 #include "cpu/kernels.h"
 #include "cpu/linear_row.h"
@@ -15,81 +16,52 @@
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
-constexpr int64_t kDepthBlock = 512;           // k between two visits of the sums: 32 KB of W^T, which stay in L1
-constexpr int64_t kPairRows = 2 * tmm::kRows;  // rows of x that are multiplied at a time
 constexpr int64_t kColumns = 16;               // of a tile of sums
-constexpr int64_t kLinearColumns = 64;         // of a group of linear
-constexpr int64_t kMinTaskColumns = 256;       // where x is packed, that costs up to 1/16 of the products
+constexpr int64_t kPairRows = 2 * tmm::kRows;  // rows of x that are multiplied at a time
+constexpr int64_t kLinearColumns = 32;         // of a group of linear, many rows
+constexpr int64_t kFewColumns = 64;            // the same, up to 16 rows
+constexpr int64_t kBlockBytes = 1 << 20;       // tiles of a block of rows of x: half of the L2 cache
+constexpr int64_t kLeastRows = 64;             // of a block: each panel of W^T comes from beyond L2 once a block
+constexpr int64_t kChunkColumns = 256;         // at least, of what a worker takes at a time, many rows
+constexpr int64_t kPrefetchTiles = 8;          // a stream of W is asked for this far ahead, into L2
 
-static_assert(kDepthBlock % tmm::kDepth == 0);
-
-// Rows of a task, a multiple of kPairRows. A plain weight has its tiles made by each task, at the cost of 6 products.
-int64_t task_rows(const LinearParams& p) { return p.packed ? 128 : 512; }
+int64_t padded_k(const LinearParams& p) { return round_up(p.K, tmm::kDepth); }
+int64_t steps_of(const LinearParams& p) { return ceil_div(p.K, tmm::kDepth); }
 
 // ------------------------------------------------------------------------------------------------ the products
 
-// Tiles of x: r-th of 16 rows, i-th of 32 k. All strides in bytes.
-struct Left {
-  const char* base;
-  int64_t row_stride, step_stride, tile_stride;
-  const char* at(int64_t r, int64_t i) const { return base + r * tile_stride + i * step_stride; }
-};
-
-// Tiles of W^T: i-th of 32 k, c-th of 16 outputs. Those of one c follow each other.
-struct Right {
-  const char* base;
-  int64_t tile_stride;
-  const char* at(int64_t i, int64_t c) const { return base + c * tile_stride + i * tmm::kBytes; }
-};
-
-// sums (R tiles, C tiles) = or += R tiles of x times C tiles of W^T, over `steps` times 32 k.
-template <int R, int C>
-ATTN_INLINE void multiply_tiles(int64_t steps, const Left& left, const Right& right, float* sums, int64_t ld,
-                                bool accumulate) {
-  static_assert(R * C <= 4);
-  constexpr int kRowSums = 4 / R;  // registers: 0 .. 3 sums, then x, then W^T
-  constexpr int kLeft = 4, kRight = kLeft + R, kRights = 8 - kRight;
-  const int64_t stride = ld * int64_t(sizeof(float));
-  const auto each_sum = [&](const auto& f) {
-    each<R>([&](auto r) { each<C>([&](auto c) { f(r, c, sums + r.value * tmm::kRows * ld + c.value * kColumns); }); });
-  };
-
-  each_sum([&](auto r, auto c, float* at) {
-    constexpr int sum = decltype(r)::value * kRowSums + decltype(c)::value;
-    if (accumulate)
-      tmm::load<sum>(at, stride);
-    else
-      tmm::zero<sum>();
-  });
+// sums (R tiles, C tiles) = R tiles of x times C tiles of W^T, over `steps` times 32 k. x: the tiles of a step follow
+// each other. After each step: between(step).
+template <int R, int C, class Between>
+ATTN_INLINE void multiply_tiles(int64_t steps, const char* x, const char* right, int64_t right_stride, float* sums,
+                                int64_t ld, const Between& between) {
+  static_assert(R <= 2 && C <= 2);
+  constexpr int kLeft = 4, kRight = 6;  // registers: 0 .. 3 sums, then x, then W^T
+  each<R>([&](auto r) { each<C>([&](auto c) { tmm::zero<2 * decltype(r)::value + decltype(c)::value>(); }); });
   for (int64_t i = 0; i < steps; ++i) {
-    each<R>([&](auto r) { tmm::load<kLeft + decltype(r)::value>(left.at(r.value, i), left.row_stride); });
+    const char* a = x + i * 2 * tmm::kBytes;
+    const char* b = right + i * tmm::kBytes;
     each<C>([&](auto c) {
-      constexpr int column = decltype(c)::value, b = kRight + column % kRights;
-      tmm::load<b>(right.at(i, column));
+      constexpr int column = decltype(c)::value;
+      if constexpr (column == 0) tmm::load<kLeft>(a);
+      tmm::load<kRight + column>(b + column * right_stride);
+      if constexpr (column == 0 && R == 2) tmm::load<kLeft + 1>(a + tmm::kBytes);
       each<R>([&](auto r) {
         constexpr int row = decltype(r)::value;
-        tmm::dot<row * kRowSums + column, kLeft + row, b>();
+        tmm::dot<2 * row + column, kLeft + row, kRight + column>();
       });
     });
+    between(i);
   }
-  each_sum(
-      [&](auto r, auto c, float* at) { tmm::store<decltype(r)::value * kRowSums + decltype(c)::value>(at, stride); });
+  each<R>([&](auto r) {
+    each<C>([&](auto c) {
+      constexpr int row = decltype(r)::value, column = decltype(c)::value;
+      tmm::store<2 * row + column>(sums + row * tmm::kRows * ld + column * kColumns, ld * int64_t(sizeof(float)));
+    });
+  });
 }
 
-// The same with C = columns, at most 4 / R.
-template <int R>
-void multiply_columns(int64_t columns, int64_t steps, const Left& left, const Right& right, float* sums, int64_t ld,
-                      bool accumulate) {
-  const auto run = [&](auto c) { multiply_tiles<R, decltype(c)::value>(steps, left, right, sums, ld, accumulate); };
-  if constexpr (R == 1) {
-    if (columns == 4) return run(Constant<4>{});
-    if (columns == 3) return run(Constant<3>{});
-  }
-  if (columns == 2) return run(Constant<2>{});
-  return run(Constant<1>{});
-}
-
-// ------------------------------------------------------------------------------------------------------- tasks
+// ------------------------------------------------------------------------------------------------------ the work
 
 // Columns n .. n + columns - 1 of the product. With a packed weight sums begin at the tile that holds n.
 struct Group {
@@ -100,185 +72,315 @@ struct Group {
       : n(n), columns(columns), offset(p.packed ? n % kColumns : 0), tiles(ceil_div(offset + columns, kColumns)) {}
 };
 
-// Rows of a task: whole pairs of tiles, or what remains behind them. All tiles of a task have one shape.
-struct RowBlock {
-  int64_t first, count;
-  RowBlock(const LinearParams& p, int64_t index) {
-    const int64_t in_pairs = p.M / kPairRows * kPairRows;
-    first = min_of(index * task_rows(p), in_pairs);
-    count = first < in_pairs ? min_of(task_rows(p), in_pairs - first) : p.M - in_pairs;
-  }
-  static int64_t blocks(const LinearParams& p) {
-    return ceil_div(p.M / kPairRows * kPairRows, task_rows(p)) + (p.M % kPairRows > 0);
-  }
-  tmm::Shapes shapes() const {
-    tmm::Shapes shapes = tmm::Shapes::full();
-    const int64_t upper = min_of(count, tmm::kRows), lower = min_of(count - upper, tmm::kRows);
-    if (lower == 0) {  // 1 x 4
-      for (int i = 0; i < 5; ++i) shapes.set(i, upper);
-    } else {                                             // 2 x 2
-      for (int i = 2; i < 4; ++i) shapes.set(i, lower);  // sums
-      shapes.set(5, lower);                              // x
-    }
-    return shapes;
-  }
-};
-
-// How the product is cut: into blocks of rows, and ranges of groups of columns.
+// Parts: blocks of rows times ranges of groups. A worker begins at a part of its own, takes chunks of it, and then
+// helps with the others.
 struct Plan {
-  int64_t row_blocks;
-  int64_t group_columns, groups, groups_per_task;
-  int64_t tasks;
-  int64_t ld;  // of the sums of a group: an odd number of cache lines
+  bool few;     // rows: one tile
+  bool x_left;  // else x^T is the right factor, and rows of a plain weight are the left one where they are
+  int64_t rows, row_blocks;
+  int64_t group_columns, groups;
+  int64_t column_parts, part_groups, chunk_groups;
+  int64_t ld;  // of the sums of a group
 
-  Plan(const LinearParams& p, int64_t group_columns, int workers) : group_columns(group_columns) {
-    row_blocks = RowBlock::blocks(p);
+  Plan(const LinearParams& p, int64_t group_columns, int workers) : few(p.M <= tmm::kRows), group_columns(group_columns) {
     groups = ceil_div(p.N, group_columns);
+    x_left = !few || p.packed || p.K % tmm::kDepth != 0 || p.N % kColumns != 0 || group_columns % kColumns != 0;
     const bool tiny = p.M * p.N < 256 || p.M * p.N * p.K < 65536;
-    const bool few = p.M <= kPairRows;
-    const int64_t tasks_wanted = tiny ? 1 : few ? workers : 4 * workers;
-    const int64_t least = few ? 1 : ceil_div(kMinTaskColumns, group_columns);
-    groups_per_task = min_of(groups, max_of(least, ceil_div(groups * row_blocks, tasks_wanted)));
-    tasks = ceil_div(groups, groups_per_task) * row_blocks;
-    ld = (ceil_div(group_columns + (p.packed ? kColumns - 1 : 0), kColumns) | 1) * kColumns;
+    if (tiny) workers = 1;
+    const int64_t fit = kBlockBytes / max_of<int64_t>(1, padded_k(p) * int64_t(sizeof(bf16)));
+    const int64_t share = max_of<int64_t>(ceil_div(p.M, workers), 4 * kPairRows);  // enough rows for all workers
+    rows = round_up(max_of<int64_t>(kLeastRows, min_of(fit, share)), kPairRows);
+    row_blocks = ceil_div(p.M, rows);
+    rows = round_up(ceil_div(p.M, row_blocks), kPairRows);
+    row_blocks = ceil_div(p.M, rows);
+    part_groups = ceil_div(groups, ceil_div(workers, row_blocks));
+    column_parts = ceil_div(groups, part_groups);
+    chunk_groups = few ? 1 : ceil_div(kChunkColumns, group_columns);
+    ld = round_up(group_columns + (p.packed ? kColumns - 1 : 0), 2 * kColumns);
   }
+  int64_t parts() const { return row_blocks * column_parts; }
+  int64_t chunks() const { return parts() * ceil_div(part_groups, chunk_groups); }
 };
 
-int64_t padded_k(const LinearParams& p) { return round_up(p.K, tmm::kDepth); }
-
-// Whether tiles of x are loaded from x itself. A row of a tile that crosses a cache line makes its load 7 times slower;
-// rows a multiple of 1 KB apart share too few sets of L1 to stay there until the next column.
-bool x_in_place(const LinearParams& p) {
-  const int64_t bytes = p.x_stride * int64_t(sizeof(bf16));
-  return p.K % tmm::kDepth == 0 && reinterpret_cast<uintptr_t>(p.x) % 64 == 0 && bytes % 64 == 0 &&
-         (bytes % 1024 != 0 || p.M <= kPairRows);
-}
+// The next chunk of each part, a cache line each.
+struct alignas(64) Taken {
+  int64_t groups;
+};
 
 // Scratch of one worker.
 struct Scratch {
-  char* x;      // (row tiles, K / 32) tiles of x, unless x can be used in place
-  char* right;  // (column tiles, kDepthBlock / 32) tiles of W^T, unless it can be used in place
-  float* sums;  // (rows, ld)
+  char* x;      // tiles of the rows of a block
+  char* right;  // (column tiles, K / 32) tiles of W^T, where they are not those of the weight
+  float* sums;  // two of (rows of a pair, ld)
 
-  static int64_t x_bytes(const LinearParams& p) {
-    if (x_in_place(p)) return 0;
-    return round_up(min_of(task_rows(p), p.M), tmm::kRows) * padded_k(p) * int64_t(sizeof(bf16));
+  static bool stages_right(const LinearParams& p, const Plan& plan) {
+    return plan.x_left && (!p.packed || p.K % tmm::kDepth != 0);
   }
-  static constexpr int64_t kRightBytes = 4 * kColumns * kDepthBlock * int64_t(sizeof(bf16));
+  static int64_t x_bytes(const LinearParams& p, const Plan& plan) {
+    return (plan.few ? tmm::kRows : plan.rows) * padded_k(p) * int64_t(sizeof(bf16));
+  }
+  static int64_t right_bytes(const LinearParams& p, const Plan& plan) {
+    return stages_right(p, plan) ? plan.ld / kColumns * steps_of(p) * tmm::kBytes : 0;
+  }
+  static int64_t sums_bytes(const Plan& plan) { return kPairRows * plan.ld * int64_t(sizeof(float)); }
   static int64_t bytes(const LinearParams& p, const Plan& plan) {  // a vector more: the last row is read beyond its end
-    const int64_t sums = min_of(task_rows(p), p.M) * plan.ld * int64_t(sizeof(float)) + 64;
-    return x_bytes(p) + kRightBytes + sums;
+    return x_bytes(p, plan) + right_bytes(p, plan) + 2 * sums_bytes(plan) + 64;
   }
-  Scratch(char* memory, const LinearParams& p) {
+  Scratch(char* memory, const LinearParams& p, const Plan& plan) {
     x = memory;
-    right = x + x_bytes(p);
-    sums = reinterpret_cast<float*>(right + kRightBytes);
+    right = x + x_bytes(p, plan);
+    sums = reinterpret_cast<float*>(right + right_bytes(p, plan));
   }
 };
 
-// Tiles of the rows of x.
-Left left_of(const LinearParams& p, const RowBlock& rows, const Scratch& s) {
-  const bf16* x = static_cast<const bf16*>(p.x) + rows.first * p.x_stride;
-  if (x_in_place(p)) {
-    const int64_t stride = p.x_stride * int64_t(sizeof(bf16));
-    return {reinterpret_cast<const char*>(x), stride, tmm::kRowBytes, tmm::kRows * stride};
-  }
-  const int64_t tile_stride = padded_k(p) / tmm::kDepth * tmm::kBytes;
-  for (int64_t r = 0; r < rows.count; ++r) {
-    const bf16* from = x + r * p.x_stride;
-    char* to = s.x + r / tmm::kRows * tile_stride + r % tmm::kRows * tmm::kRowBytes;
-    pack_left_row(from, p.K, to, tmm::kBytes);
-  }
-  return {s.x, tmm::kRowBytes, tmm::kBytes, tile_stride};
-}
-
-// Tiles of W^T: k0 .. k0 + depth - 1 of `tiles` times 16 outputs from column tile `first` of the group on.
-Right right_of(const LinearParams& p, const Group& group, int64_t first, int64_t tiles, int64_t k0, int64_t depth,
-               const Scratch& s) {
-  const bf16* weight = static_cast<const bf16*>(p.weight);
-  constexpr int64_t staged_stride = kDepthBlock / tmm::kDepth * tmm::kBytes;
-  const int64_t used = ceil_div(depth, 2) * tmm::kRowBytes, padded = round_up(used, tmm::kBytes);
-  if (p.packed) {
-    const bf16* packed = weight + ((group.n / kColumns + first) * p.K + k0) * kColumns;
-    const int64_t stride = p.K * kColumns;
-    if (used == padded) return {reinterpret_cast<const char*>(packed), stride * int64_t(sizeof(bf16))};
-    for (int64_t c = 0; c < tiles; ++c) {
-      memcpy(s.right + c * staged_stride, packed + c * stride, size_t(used));
-      memset(s.right + c * staged_stride + used, 0, size_t(padded - used));
+// Tiles of rows first .. first + count - 1 of x: pairs of tiles (2 x 16 rows) of a step follow each other, then the
+// steps. Rows up to the next multiple of 16 are zeros.
+void pack_rows(const LinearParams& p, int64_t first, int64_t count, char* to) {
+  const bf16* x = static_cast<const bf16*>(p.x) + first * p.x_stride;
+  const int64_t steps = steps_of(p);
+  for (int64_t r = 0; r < round_up(count, tmm::kRows); ++r) {
+    char* row = to + r / kPairRows * steps * 2 * tmm::kBytes + r % kPairRows * tmm::kRowBytes;
+    if (r < count) {
+      pack_left_row(x + r * p.x_stride, p.K, row, 2 * tmm::kBytes);
+    } else {
+      for (int64_t i = 0; i < steps; ++i) memset(row + i * 2 * tmm::kBytes, 0, tmm::kRowBytes);
     }
-    return {s.right, staged_stride};
   }
-  for (int64_t c = 0; c < tiles; ++c) {
-    const int64_t column = (first + c) * kColumns;
-    const bf16* rows = weight + (group.n + column) * p.weight_stride + k0;
-    pack_right(
-        min_of(kColumns, group.columns - column), depth, [&](int64_t i) { return rows + i * p.weight_stride; },
-        s.right + c * staged_stride);
-  }
-  return {s.right, staged_stride};
 }
 
-// s.sums = the rows times the columns of the group
-void multiply(const LinearParams& p, const Plan& plan, const RowBlock& rows, const Left& left, const Group& group,
-              const Scratch& s) {
-  const bool pairs = rows.count > tmm::kRows;
-  const int64_t most = pairs ? 2 : 4;
-  for (int64_t c = 0; c < group.tiles; c += most) {
-    const int64_t tiles = min_of(most, group.tiles - c);
-    for (int64_t k0 = 0; k0 < p.K; k0 += kDepthBlock) {
-      const int64_t depth = min_of(kDepthBlock, p.K - k0), steps = ceil_div(depth, tmm::kDepth);
-      const Right right = right_of(p, group, c, tiles, k0, depth, s);
-      for (int64_t r = 0; r < rows.count; r += kPairRows) {
-        Left from = left;
-        from.base = left.at(r / tmm::kRows, k0 / tmm::kDepth);
-        float* sums = s.sums + r * plan.ld + c * kColumns;
-        if (pairs)
-          multiply_columns<2>(tiles, steps, from, right, sums, plan.ld, k0 > 0);
+// Tiles of up to 16 rows of x, the left factor, or of x^T.
+void pack_row(const LinearParams& p, const Plan& plan, char* to) {
+  const auto row = [&](int64_t r) { return static_cast<const bf16*>(p.x) + r * p.x_stride; };
+  if (plan.x_left) {
+    for (int64_t r = 0; r < p.M; ++r) pack_left_row(row(r), p.K, to + r * tmm::kRowBytes, p.M * tmm::kRowBytes);
+  } else {
+    pack_right(p.M, p.K, row, to);
+  }
+}
+
+// Tiles of W^T: step i of column tile c at base + c * stride + i KB.
+struct Right {
+  const char* base;
+  int64_t stride;
+};
+
+Right right_of(const LinearParams& p, const Group& group, const Scratch& s) {
+  const bf16* weight = static_cast<const bf16*>(p.weight);
+  const int64_t used = ceil_div(p.K, 2) * tmm::kRowBytes, padded = steps_of(p) * tmm::kBytes;
+  if (p.packed) {
+    const bf16* packed = weight + group.n / kColumns * p.K * kColumns;
+    if (used == padded) return {reinterpret_cast<const char*>(packed), padded};
+    for (int64_t c = 0; c < group.tiles; ++c) {
+      memcpy(s.right + c * padded, packed + c * p.K * kColumns, size_t(used));
+      memset(s.right + c * padded + used, 0, size_t(padded - used));
+    }
+    return {s.right, padded};
+  }
+  for (int64_t c = 0; c < group.tiles; ++c) {
+    const bf16* rows = weight + (group.n + c * kColumns) * p.weight_stride;
+    pack_right(
+        min_of(kColumns, group.columns - c * kColumns), p.K, [&](int64_t i) { return rows + i * p.weight_stride; },
+        s.right + c * padded);
+  }
+  return {s.right, padded};
+}
+
+// ----------------------------------------------------------------------------------------------------- many rows
+
+// Rows first .. first + count - 1 times groups begin .. end - 1; finish(sums, row, group) for every row of every group.
+// A pair's rows are finished between the products of the next: the vector units are free then.
+template <class Finish>
+void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, int64_t first, int64_t count,
+                   int64_t begin, int64_t end, const Finish& finish) {
+  const int64_t steps = steps_of(p), per_step = ceil_div(kPairRows, max_of<int64_t>(steps, 1));
+  const int64_t buffer = kPairRows * plan.ld;
+  float* sums = s.sums;
+  float* finished = sums + buffer;
+  int64_t row = 0, left = 0;  // of `finished`
+  Group finished_group(p, 0, 0);
+  const auto finish_some = [&](int64_t rows) {
+    for (; rows > 0 && left > 0; --rows, --left, ++row, finished += plan.ld)
+      finish(finished + finished_group.offset, row, finished_group);
+  };
+  for (int64_t g = begin; g < end; ++g) {
+    const Group group(p, g * plan.group_columns, min_of(plan.group_columns, p.N - g * plan.group_columns));
+    const Right right = right_of(p, group, s);
+    for (int64_t r = 0; r < count; r += kPairRows) {
+      const char* x = s.x + r / kPairRows * steps * 2 * tmm::kBytes;
+      const bool pair = count - r > tmm::kRows;
+      for (int64_t c = 0; c < group.tiles; c += 2) {
+        const auto run = [&](auto rows, auto columns) {
+          multiply_tiles<decltype(rows)::value, decltype(columns)::value>(
+              steps, x, right.base + c * right.stride, right.stride, sums + c * kColumns, plan.ld,
+              [&](int64_t) { finish_some(per_step); });
+        };
+        if (group.tiles - c > 1)
+          pair ? run(Constant<2>{}, Constant<2>{}) : run(Constant<1>{}, Constant<2>{});
         else
-          multiply_columns<1>(tiles, steps, from, right, sums, plan.ld, k0 > 0);
+          pair ? run(Constant<2>{}, Constant<1>{}) : run(Constant<1>{}, Constant<1>{});
+      }
+      finish_some(left);
+      finished = sums;
+      sums = sums == s.sums ? s.sums + buffer : s.sums;
+      row = first + r;
+      left = min_of(kPairRows, count - r);
+      finished_group = group;
+    }
+  }
+  finish_some(left);
+}
+
+// ------------------------------------------------------------------------------------------------ up to 16 rows
+
+// The tiles' shapes for `rows` of x: as left factor, or as right one beside rows of a plain weight.
+tmm::Shapes few_shapes(int64_t rows, bool x_left) {
+  tmm::Shapes shapes = tmm::Shapes::full();
+  for (int i = 0; i < 5; ++i) {  // sums, x
+    if (x_left)
+      shapes.set(i, rows);
+    else
+      shapes.set(i, tmm::kRows, rows * int64_t(sizeof(float)));
+  }
+  return shapes;
+}
+
+// sums (rows, C tiles) = x times C tiles of W^T. Tiles of x are `x_tile` bytes.
+template <int C>
+ATTN_INLINE void multiply_few(int64_t steps, const char* x, int64_t x_tile, const Right& right, float* sums, int64_t ld) {
+  each<C>([&](auto c) { tmm::zero<decltype(c)::value>(); });
+  for (int64_t i = 0; i < steps; ++i) {
+    // Past the end of a column, whose neighbour is multiplied beside it, go to the one that will follow it.
+    const int64_t ahead = i + kPrefetchTiles < steps ? 0 : (C - 1) * right.stride;
+    tmm::load<4>(x + i * x_tile);
+    each<C>([&](auto c) {
+      const char* tile = right.base + decltype(c)::value * right.stride + i * tmm::kBytes;
+      for (int64_t line = 0; line < tmm::kBytes; line += 64)
+        __builtin_prefetch(tile + kPrefetchTiles * tmm::kBytes + ahead + line, 0, 2);
+      constexpr int b = 5 + decltype(c)::value % 3;
+      tmm::load<b>(tile);
+      tmm::dot<decltype(c)::value, 4, b>();
+    });
+  }
+  each<C>([&](auto c) { tmm::store<decltype(c)::value>(sums + decltype(c)::value * kColumns, ld * int64_t(sizeof(float))); });
+}
+
+// The same by a plain weight, rows of C times 16 outputs where they are; xt: tiles of x^T.
+template <int C>
+ATTN_INLINE void multiply_few_plain(int64_t steps, const char* weight, int64_t stride, const char* xt, int64_t rows,
+                                    float* sums, int64_t ld) {
+  each<C>([&](auto c) { tmm::zero<decltype(c)::value>(); });
+  for (int64_t i = 0; i < steps; ++i) {
+    tmm::load<4>(xt + i * tmm::kBytes);
+    // The weight's own order, C tiles a step: those that this position of the next group holds.
+    const char* ahead = weight + C * tmm::kRows * stride + i * C * tmm::kBytes;
+    each<C>([&](auto c) {
+      for (int64_t line = 0; line < tmm::kBytes; line += 64)
+        __builtin_prefetch(ahead + decltype(c)::value * tmm::kBytes + line, 0, 2);
+      constexpr int a = 5 + decltype(c)::value % 3;
+      tmm::load<a>(weight + decltype(c)::value * tmm::kRows * stride + i * tmm::kRowBytes, stride);
+      tmm::dot<decltype(c)::value, a, 4>();
+    });
+  }
+  each<C>([&](auto c) {
+    alignas(64) float turned[tmm::kFloats];
+    tmm::store<decltype(c)::value>(turned);
+    Vec<float> v[W<float>];
+    for (int i = 0; i < W<float>; ++i) v[i] = load(turned + i * kColumns);
+    transpose<float>(v);
+    for (int64_t r = 0; r < rows; ++r) store(sums + r * ld + decltype(c)::value * kColumns, v[r]);
+  });
+}
+
+template <class Finish>
+void multiply_row(const LinearParams& p, const Plan& plan, const Scratch& s, int64_t begin, int64_t end,
+                  const Finish& finish) {
+  const int64_t steps = steps_of(p);
+  for (int64_t g = begin; g < end; ++g) {
+    const Group group(p, g * plan.group_columns, min_of(plan.group_columns, p.N - g * plan.group_columns));
+    const Right right = plan.x_left ? right_of(p, group, s) : Right{};
+    for (int64_t c = 0; c < group.tiles; c += 4) {
+      const auto run = [&](auto count) {
+        constexpr int C = decltype(count)::value;
+        float* sums = s.sums + c * kColumns;
+        if (plan.x_left) {
+          const Right columns{right.base + c * right.stride, right.stride};
+          multiply_few<C>(steps, s.x, p.M * tmm::kRowBytes, columns, sums, plan.ld);
+        } else {
+          const bf16* weight = static_cast<const bf16*>(p.weight) + (group.n + c * kColumns) * p.weight_stride;
+          multiply_few_plain<C>(steps, reinterpret_cast<const char*>(weight), p.weight_stride * int64_t(sizeof(bf16)),
+                                s.x, p.M, sums, plan.ld);
+        }
+      };
+      switch (min_of<int64_t>(4, group.tiles - c)) {
+        case 4: run(Constant<4>{}); break;
+        case 3: run(Constant<3>{}); break;
+        case 2: run(Constant<2>{}); break;
+        case 1: run(Constant<1>{}); break;
       }
     }
+    for (int64_t r = 0; r < p.M; ++r) finish(s.sums + r * plan.ld + group.offset, r, group);
   }
-  if (p.K == 0) memset(s.sums, 0, size_t(rows.count * plan.ld) * sizeof(float));
 }
+
+// ------------------------------------------------------------------------------------------------------- workers
 
 // Runs finish(sums, row, group) on every row of every group.
 template <class Finish>
 void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& launch, const Finish& finish) {
   const Plan plan(p, group_columns, launch.workers);
-  const int64_t bytes = Scratch::bytes(p, plan);
-  Queue queue{0, plan.tasks};
-  run_parallel(launch, plan.tasks, [&](int worker) {
-    const Scratch s(launch.workspace + worker * bytes, p);
-    for (int64_t task; queue.take(task);) {
-      const RowBlock rows(p, task % plan.row_blocks);
-      const tmm::Config config(rows.shapes());
-      const Left left = left_of(p, rows, s);
-      const int64_t begin = task / plan.row_blocks * plan.groups_per_task;
-      for (int64_t g = begin; g < min_of(plan.groups, begin + plan.groups_per_task); ++g) {
-        const Group group(p, g * group_columns, min_of(group_columns, p.N - g * group_columns));
-        multiply(p, plan, rows, left, group, s);
-        for (int64_t r = 0; r < rows.count; ++r) finish(s.sums + r * plan.ld + group.offset, rows.first + r, group);
+  Taken* taken = reinterpret_cast<Taken*>(launch.workspace);
+  memset(taken, 0, size_t(plan.parts()) * sizeof(Taken));
+  char* memory = launch.workspace + plan.parts() * int64_t(sizeof(Taken));
+  const int64_t bytes = round_up(Scratch::bytes(p, plan), 64);
+  run_parallel(launch, plan.chunks(), [&](int worker) {
+    const Scratch s(memory + worker * bytes, p, plan);
+    const tmm::Config config(plan.few ? few_shapes(p.M, plan.x_left) : tmm::Shapes::full());
+    int64_t packed_block = -1;  // whose tiles are in s.x
+    const int64_t own = plan.parts() * worker / launch.workers;
+    for (int64_t i = 0; i < plan.parts(); ++i) {
+      const int64_t part = (own + i) % plan.parts(), block = part / plan.column_parts;
+      const int64_t first = block * plan.rows, count = min_of(plan.rows, p.M - first);
+      const int64_t from = part % plan.column_parts * plan.part_groups;
+      const int64_t to = min_of(plan.groups, from + plan.part_groups);
+      for (;;) {
+        const int64_t begin = from + __atomic_fetch_add(&taken[part].groups, plan.chunk_groups, __ATOMIC_RELAXED);
+        if (begin >= to) break;
+        const int64_t end = min_of(to, begin + plan.chunk_groups);
+        if (packed_block != block) {
+          if (plan.few)
+            pack_row(p, plan, s.x);
+          else
+            pack_rows(p, first, count, s.x);
+          packed_block = block;
+        }
+        if (p.K == 0) memset(s.sums, 0, size_t(2 * Scratch::sums_bytes(plan)));
+        if (plan.few)
+          multiply_row(p, plan, s, begin, end, finish);
+        else
+          multiply_rows(p, plan, s, first, count, begin, end, finish);
       }
     }
   });
 }
 
 int64_t scratch_bytes(const LinearParams& p, int64_t group_columns, int workers) {
-  return workers * Scratch::bytes(p, Plan(p, group_columns, workers));
+  const Plan plan(p, group_columns, workers);
+  return plan.parts() * int64_t(sizeof(Taken)) + workers * round_up(Scratch::bytes(p, plan), 64);
 }
+
+int64_t linear_group(const LinearParams& p) { return p.M <= tmm::kRows ? kFewColumns : kLinearColumns; }
 
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------- launchers
 
 int64_t linear_workspace(const LinearParams& p, int workers) {
-  return p.dtype == DType::bf16 ? scratch_bytes(p, kLinearColumns, workers) : avx512::linear_workspace(p, workers);
+  return p.dtype == DType::bf16 ? scratch_bytes(p, linear_group(p), workers) : avx512::linear_workspace(p, workers);
 }
 
 void linear(const LinearParams& p, const Launch& launch) {
   if (p.dtype != DType::bf16) return avx512::linear(p, launch);
-  for_each_row(p, kLinearColumns, launch, [&](float* sums, int64_t m, const Group& group) {
+  for_each_row(p, linear_group(p), launch, [&](float* sums, int64_t m, const Group& group) {
     finish_linear_row<bf16>(p, m, group.n, group.columns, sums);
   });
 }

@@ -43,8 +43,8 @@ struct alignas(64) Shapes {
     for (int i = 0; i < 8; ++i) shapes.set(i, kRows);
     return shapes;
   }
-  void set(int i, int64_t tile_rows) {
-    row_bytes[i] = uint16_t(kRowBytes);
+  void set(int i, int64_t tile_rows, int64_t bytes = kRowBytes) {
+    row_bytes[i] = uint16_t(bytes);
     rows[i] = uint8_t(tile_rows);
   }
 };
