@@ -18,6 +18,8 @@ static_assert(kStep % kChunk == 0 && kChunk % W<float> == 0 && kGroupRows % kGem
 template <class T>
 struct Scratch {
   using A = Accumulate<T>;
+  using State = SoftmaxState<A>;
+  static constexpr int64_t kRows = 128;                  // of a tile, at most
   static constexpr int kPerStep = Product<T>::kPerStep;  // keys or elements of a head that one product takes
 
   Element<T>* q;                 // (rows, D)
@@ -42,12 +44,14 @@ struct Scratch {
   bool prescale;  // scores are scaled before they are compared: they are transformed, or the scale is not plainly
                   // positive
 
+  static int64_t states(int64_t rows) { return rows; }
+  static int64_t elements(int64_t rows, int64_t ld) { return rows * ld; }
   static int64_t stride(int64_t D) { return round_up(D, W<A>); }
   static int64_t bytes(int64_t D) {
     const int64_t ld = stride(D);
-    const int64_t elements = (3 * kTileRows + 2 * kStep + kPerStep + 1) * ld +
+    const int64_t elements = (3 * kRows + 2 * kStep + kPerStep + 1) * ld +
                              (2 * kGroupRows + max_of<int64_t>(kGemmRows, kFewRows)) * kStep;
-    const int64_t states = kTileRows * int64_t(sizeof(StepSoftmax<T>) + 2 * sizeof(SoftmaxState<A>));
+    const int64_t states = kRows * int64_t(sizeof(StepSoftmax<T>) + 2 * sizeof(SoftmaxState<A>));
     return round_up(states + elements * int64_t(sizeof(A)), 64);
   }
   Scratch(char* memory, int64_t D) : ld(stride(D)) {
@@ -55,17 +59,17 @@ struct Scratch {
       pointer = reinterpret_cast<decltype(pointer + 0)>(memory);
       memory += count * int64_t(sizeof *pointer);
     };
-    take(state, kTileRows);
-    take(split_state, kTileRows);
-    take(total_state, kTileRows);
-    take(out, kTileRows * ld);
-    take(total, kTileRows * ld);
+    take(state, kRows);
+    take(split_state, kRows);
+    take(total_state, kRows);
+    take(out, kRows * ld);
+    take(total, kRows * ld);
     take(keys, kStep * ld);
     take(values, kStep * ld);
     take(scores, kGroupRows * kStep);
     take(partial, max_of<int64_t>(kGemmRows, kFewRows) * kStep);
     take(left_out_value, ld);
-    take(q, kTileRows * ld);
+    take(q, kRows * ld);
     take(filtered, kPerStep * ld);
     if constexpr (sizeof(Element<T>) == sizeof(A))
       weights = scores;

@@ -1,8 +1,8 @@
 // What the attention kernels share: how a problem falls into tiles of query rows, steps of keys and splits; which
 // keys a row sees; how states of splits become an output. A kernel adds its products: see Scratch below.
 //
-// A tile is up to 128 query rows of one KV head: some tokens times the query heads that share the head. It walks the
-// keys in steps of 64 and keeps a softmax state per row. Keys are cut in splits of 512; every split starts a new
+// A tile is query rows of one KV head, as many as a kernel likes: some tokens times the query heads that share the head.
+// It walks the keys in steps of 64 and keeps a softmax state per row. Keys are cut in splits of 512; every split starts a new
 // state, and the states are merged in ascending order, whether one worker walks all splits or many share them.
 // Steps and splits begin at absolute multiples, and an unseen key changes nothing, so a row's bits depend on its
 // own keys only: not on the tile, the batch, the pages, the chunk of a prefill, or the number of workers.
@@ -13,9 +13,9 @@
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
-constexpr int64_t kStep = 64;       // keys
-constexpr int64_t kSplit = 512;     // keys
-constexpr int64_t kTileRows = 128;  // query rows, at most
+constexpr int64_t kStep = 64;     // keys
+constexpr int64_t kSplit = 512;   // keys
+constexpr int64_t kFewest = 64;  // query rows that tiles are cut down to where there are few tiles
 
 static_assert(kSplit % kStep == 0);
 
@@ -226,22 +226,19 @@ bool step_is_plain(const AttentionParams& p, const Tile& t, int64_t first) {
 
 // A kernel is a Scratch, the memory of one worker, with
 //
-//   A                            accumulation type
+//   A, State                     accumulation type, and that of softmax states
+//   kRows                        query rows of a tile, at most
 //   stride(D), bytes(D)          row stride of out and total; bytes of a scratch
+//   states(rows)                 how many of State `rows` rows have
+//   elements(rows, ld)           how many of A their weighted values have
 //   Scratch(memory, D)           on `bytes(D)` bytes, 64-byte aligned
 //   out, total                   (rows, D) weighted values of the current split, and of all splits before
-//   split_state, total_state     (rows) their softmax states
+//   split_state, total_state     (states) their softmax states
 //   ld                           stride(D)
 //   load_queries(p, t)           begins tile t
 //   begin_split(t)               nothing seen of the split, out is 0
 //   add_step(p, t, first)        adds the keys first .. first + kStep - 1
 //   end_split(p, t)                 leaves the split's state in split_state and out
-
-template <class A>
-void clear(const Tile& t, int64_t ld, SoftmaxState<A>* state, A* out) {
-  for (int64_t r = 0; r < t.rows; ++r) state[r].init();
-  memset(out, 0, size_t(t.rows * ld) * sizeof(A));
-}
 
 // State and weighted values over the keys of split number `split`.
 template <class Scratch>
@@ -254,14 +251,29 @@ void attend_split(const AttentionParams& p, const Tile& t, int64_t split, Scratc
 }
 
 // total = total merged with (state, out)
-template <class Scratch, class A>
-void merge_split(const Tile& t, const SoftmaxState<A>* state, const A* out, Scratch& s) {
+template <class Scratch>
+void merge_split(const Tile& t, const typename Scratch::State* state, const typename Scratch::A* out, Scratch& s) {
+  using A = typename Scratch::A;
   for (int64_t r = 0; r < t.rows; ++r) {
     const auto f = s.total_state[r].merge(state[r]);
     A* total = s.total + r * s.ld;
     for (int64_t d = 0; d < s.ld; d += W<A>)
       store(total + d, load(total + d) * splat(f.mine) + load(out + r * s.ld + d) * splat(f.other));
   }
+}
+
+template <class Scratch>
+void copy_state(const Tile& t, const typename Scratch::State* from_state, const typename Scratch::A* from,
+                const Scratch& s, typename Scratch::State* to_state, typename Scratch::A* to) {
+  memcpy(to_state, from_state, size_t(Scratch::states(t.rows)) * sizeof *to_state);
+  memcpy(to, from, size_t(Scratch::elements(t.rows, s.ld)) * sizeof *to);
+}
+
+template <class T>
+void swap(T& a, T& b) {
+  const T old = a;
+  a = b;
+  b = old;
 }
 
 template <class T, class Scratch>
@@ -284,18 +296,20 @@ void write_tile(const AttentionParams& p, const Tile& t, Scratch& s) {
 
 // What a kernel call needs beside the scratch of its workers.
 struct Plan {
+  int64_t rows;  // of a tile, at most
   Tiling tiling;
   int64_t tiles = 0;
   int64_t max_splits = 0;  // of any tile
   bool share_splits;       // too few tiles to keep the workers busy: splits become tasks of their own
 
-  Plan(const AttentionParams& p, int workers) : tiling(p, kTileRows) {
+  Plan(const AttentionParams& p, int workers, int64_t max_rows) : rows(max_rows), tiling(p, rows) {
     const auto count = [&] {
       int64_t sum = 0;
       for (int64_t b = 0; b < p.B; ++b) sum += tiling.tiles(p, sequence(p, b).Tq);
       return sum;
     };
-    if (count() < 8 * workers) tiling = Tiling(p, kTileRows / 2);  // shared evenly rather than packed once for more
+    // Shared evenly rather than packed once for more.
+    while (workers > 1 && rows > kFewest && count() < 8 * workers) tiling = Tiling(p, rows /= 2);
     for (int64_t b = 0; b < p.B; ++b) {
       const Sequence s = sequence(p, b);
       tiles += tiling.tiles(p, s.Tq);
@@ -311,23 +325,24 @@ struct Plan {
   int64_t index_bytes(const AttentionParams& p) const { return round_up((p.B + 1) * int64_t(sizeof(int64_t)), 64); }
   template <class Scratch>
   int64_t partial_bytes(int64_t D) const {  // state and values of one split of one tile
-    using A = typename Scratch::A;
-    return kTileRows * (int64_t(sizeof(SoftmaxState<A>)) + Scratch::stride(D) * int64_t(sizeof(A)));
+    return round_up(Scratch::states(rows) * int64_t(sizeof(typename Scratch::State)), 64) +
+           Scratch::elements(rows, Scratch::stride(D)) * int64_t(sizeof(typename Scratch::A));
   }
 };
 
 // Workspace: first_tile (B + 1), the workers' scratch, then with shared splits the partial states (tiles, splits).
 template <class Scratch>
 int64_t workspace(const AttentionParams& p, int workers) {
-  const Plan plan(p, workers);
+  const Plan plan(p, workers, Scratch::kRows);
   const int64_t partials = plan.share_splits ? plan.tiles * plan.max_splits * plan.partial_bytes<Scratch>(p.D) : 0;
   return plan.index_bytes(p) + workers * Scratch::bytes(p.D) + partials;
 }
 
 template <class T, class Scratch>
 void attend(const AttentionParams& p, const Launch& launch) {
-  using A = Accumulate<T>;
-  const Plan plan(p, launch.workers);
+  using A = typename Scratch::A;
+  using State = typename Scratch::State;
+  const Plan plan(p, launch.workers, Scratch::kRows);
   int64_t* first_tile = reinterpret_cast<int64_t*>(launch.workspace);
   first_tile[0] = 0;
   int64_t work = 0;  // multiplications
@@ -347,8 +362,11 @@ void attend(const AttentionParams& p, const Launch& launch) {
       for (int64_t i; queue.take(i);) {
         const Tile t = tile(p, plan.tiling, first_tile, plan.tiles - 1 - i);  // causal: the longest first
         s.load_queries(p, t);
-        clear(t, s.ld, s.total_state, s.total);
-        for (int64_t split = t.key_begin / kSplit; split * kSplit < t.key_end; ++split) {
+        const int64_t begin = t.key_begin / kSplit;
+        attend_split(p, t, begin, s);
+        swap(s.total, s.out);
+        swap(s.total_state, s.split_state);
+        for (int64_t split = begin + 1; split * kSplit < t.key_end; ++split) {
           attend_split(p, t, split, s);
           merge_split(t, s.split_state, s.out, s);
         }
@@ -359,13 +377,13 @@ void attend(const AttentionParams& p, const Launch& launch) {
   }
 
   struct Partial {
-    SoftmaxState<A>* state;
+    State* state;
     A* out;
   };
   const auto partial = [&](int64_t tile_index, int64_t number) {
     char* memory = partials + (tile_index * plan.max_splits + number) * plan.partial_bytes<Scratch>(p.D);
-    auto* state = reinterpret_cast<SoftmaxState<A>*>(memory);
-    return Partial{state, reinterpret_cast<A*>(state + kTileRows)};
+    const int64_t state_bytes = round_up(Scratch::states(plan.rows) * int64_t(sizeof(State)), 64);
+    return Partial{reinterpret_cast<State*>(memory), reinterpret_cast<A*>(memory + state_bytes)};
   };
   Queue splits{0, plan.tiles * plan.max_splits};
   run_parallel(launch, min_of(parallelism, splits.total), [&](int worker) {
@@ -374,19 +392,19 @@ void attend(const AttentionParams& p, const Launch& launch) {
       const int64_t index = i / plan.max_splits, number = i % plan.max_splits;
       const Tile t = tile(p, plan.tiling, first_tile, index);
       const int64_t split = t.key_begin / kSplit + number;
-      if (split * kSplit >= t.key_end) continue;
+      if (number > 0 && split * kSplit >= t.key_end) continue;
       s.load_queries(p, t);
       attend_split(p, t, split, s);
       const Partial to = partial(index, number);
-      memcpy(to.state, s.split_state, size_t(t.rows) * sizeof(SoftmaxState<A>));
-      memcpy(to.out, s.out, size_t(t.rows * s.ld) * sizeof(A));
+      copy_state(t, s.split_state, s.out, s, to.state, to.out);
     }
   });
   Scratch s(scratch, p.D);
   for (int64_t index = 0; index < plan.tiles; ++index) {
     const Tile t = tile(p, plan.tiling, first_tile, index);
-    clear(t, s.ld, s.total_state, s.total);
-    for (int64_t split = t.key_begin / kSplit; split * kSplit < t.key_end; ++split) {
+    const Partial first = partial(index, 0);
+    copy_state(t, first.state, first.out, s, s.total_state, s.total);
+    for (int64_t split = t.key_begin / kSplit + 1; split * kSplit < t.key_end; ++split) {
       const Partial from = partial(index, split - t.key_begin / kSplit);
       merge_split(t, from.state, from.out, s);
     }

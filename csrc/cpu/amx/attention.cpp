@@ -19,9 +19,11 @@ namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
 constexpr int64_t kLanes = 16;                     // query rows of a block
-constexpr int64_t kBlocks = kTileRows / kLanes;    // of a tile
 constexpr int64_t kKeyTiles = kStep / tmm::kRows;  // of S^T in a block
 constexpr int64_t kHalves = kStep / tmm::kDepth;   // of P^T in a block, and of the keys of V^T
+constexpr int64_t kSteps = kSplit / kStep;         // of a split
+constexpr int64_t kScores = kStep * kLanes;        // floats in S^T of a block
+constexpr int64_t kWeights = kHalves * tmm::kBytes;  // bytes of P^T of a block
 
 static_assert(kKeyTiles == 4 && kHalves == 2 && W<float> == kLanes);
 
@@ -34,7 +36,12 @@ struct BlockState {
   Vec<float> sum;    // of the weights
 };
 
-// The keys of a step whose values hold NaN or inf, where some row of the tile may not see them.
+// That of a block over all keys of splits, of scaled scores. Lanes are rows.
+struct BlockTotal {
+  Vec<float> max, sum;
+};
+
+// The keys of a step whose values hold NaN or inf.
 struct LeftOut {
   int64_t keys[kStep];
   int64_t count = 0;
@@ -42,19 +49,24 @@ struct LeftOut {
 
 struct Scratch {
   using A = float;
-  char* q;             // (kBlocks, D / 32) tiles of Q^T
-  char* keys;          // (kKeyTiles, D / 32) tiles of K that cannot be used in place
-  char* values;        // (D / 16, kHalves) tiles of V^T
-  char* weights;       // (kHalves) tiles of P^T of one block
-  float* scores;       // (2, kStep, kLanes) S^T of two blocks
-  float* sums;         // (kBlocks, D, kLanes) O^T of the current split
-  bf16* value_rows;    // (kStep + 1, D) values that cannot be transposed in place, and a row of zeros
-  BlockState* blocks;  // (kBlocks) of the current split
+  using State = BlockTotal;
+  static constexpr int64_t kRows = 1024;  // of a tile, at most: what one staging of keys and values is good for
+  static constexpr int64_t kBlocks = kRows / kLanes;
 
-  float* out;                        // (rows, D) weighted values of the current split when it ends
-  float* total;                      // (rows, D) of all splits before
-  SoftmaxState<float>* split_state;  // (rows)
-  SoftmaxState<float>* total_state;  // (rows)
+  char* q;             // (kBlocks, D / 32) tiles of Q^T
+  char* keys;          // (kSteps, kKeyTiles, D / 32) tiles of K
+  char* values;        // (kSteps, D / 16, kHalves) tiles of V^T
+  char* finite;        // the same without NaN and inf, of steps that have them
+  char* weights;       // (2, 2, kHalves) tiles of P^T of two pairs of blocks
+  float* scores;       // (2, 2, kStep, kLanes) S^T of two pairs of blocks
+  bf16* value_rows;    // (kStep + 1, D) values that cannot be transposed in place, and a row of zeros
+  BlockState* blocks;  // (2) of a pair
+  LeftOut* left_out;   // (kSteps) what `finite` lacks
+
+  float* out;               // (kBlocks, D, kLanes) O^T of the current split
+  float* total;             // (kBlocks, D, kLanes) of all splits before
+  BlockTotal* split_state;  // (kBlocks)
+  BlockTotal* total_state;  // (kBlocks)
   int64_t ld;                        // D in whole tiles of sums: row stride of value_rows, out and total
   int64_t depth_tiles;               // D in whole tiles of Q^T and K
 
@@ -62,52 +74,53 @@ struct Scratch {
   bool prescale;   // scores are scaled before they are compared: they are transformed, or the scale is not plainly
                    // positive
 
+  static int64_t states(int64_t rows) { return 2 * ceil_div(rows, 2 * kLanes); }
+  static int64_t elements(int64_t rows, int64_t ld) { return states(rows) * kLanes * ld; }
   static int64_t stride(int64_t D) { return round_up(D, kLanes); }
   static int64_t bytes(int64_t D) {
-    const int64_t depth_tiles = ceil_div(D, tmm::kDepth), ld = stride(D);
-    const int64_t tiles = (kBlocks + kKeyTiles) * depth_tiles + ld / kLanes * kHalves + kHalves;
-    const int64_t floats = 2 * kStep * kLanes + 3 * kTileRows * ld;
-    return tiles * tmm::kBytes + floats * int64_t(sizeof(float)) + round_up((kStep + 1) * ld * 2, 64) +
-           kBlocks * int64_t(sizeof(BlockState)) + 2 * kTileRows * int64_t(sizeof(SoftmaxState<float>));
+    Scratch s(nullptr, D, false);
+    return s.end - static_cast<char*>(nullptr);
   }
-  Scratch(char* memory, int64_t D) : ld(stride(D)), depth_tiles(ceil_div(D, tmm::kDepth)) {
+  Scratch(char* memory, int64_t D, bool use = true) : ld(stride(D)), depth_tiles(ceil_div(D, tmm::kDepth)) {
     const auto take = [&](auto*& pointer, int64_t count) {
       pointer = reinterpret_cast<decltype(pointer + 0)>(memory);
       memory += round_up(count * int64_t(sizeof *pointer), 64);
     };
+    take(blocks, 2);
+    take(scores, 4 * kScores);
+    take(weights, 4 * kWeights);
+    take(keys, kSteps * key_bytes());
+    take(values, kSteps * value_bytes());
+    take(finite, kSteps * value_bytes());
     take(q, kBlocks * depth_tiles * tmm::kBytes);
-    take(keys, kKeyTiles * depth_tiles * tmm::kBytes);
-    take(values, ld / kLanes * kHalves * tmm::kBytes);
-    take(weights, kHalves * tmm::kBytes);
-    take(scores, 2 * kStep * kLanes);
-    take(sums, kTileRows * ld);
-    take(out, kTileRows * ld);
-    take(total, kTileRows * ld);
+    take(out, kRows * ld);
+    take(total, kRows * ld);
     take(value_rows, (kStep + 1) * ld);
-    take(blocks, kBlocks);
-    take(split_state, kTileRows);
-    take(total_state, kTileRows);
-    memset(value_rows + kStep * ld, 0, size_t(ld) * sizeof(bf16));
+    take(left_out, kSteps);
+    take(split_state, kBlocks);
+    take(total_state, kBlocks);
+    end = memory;
+    if (use) memset(value_rows + kStep * ld, 0, size_t(ld) * sizeof(bf16));
   }
+  char* end;
 
   void load_queries(const AttentionParams& p, const Tile& t);
-  void begin_split(const Tile& t);
-  void add_step(const AttentionParams& p, const Tile& t, int64_t first);
-  void end_split(const AttentionParams& p, const Tile& t);
 
-  float* sums_of(int64_t block) const { return sums + block * ld * kLanes; }
+  int64_t key_bytes() const { return kKeyTiles * depth_tiles * tmm::kBytes; }         // of a step's tiles
+  int64_t value_bytes() const { return ld / kLanes * kHalves * tmm::kBytes; }
 };
 
 int64_t blocks_of(const Tile& t) { return ceil_div(t.rows, kLanes); }
+int64_t pairs_of(const Tile& t) { return ceil_div(t.rows, 2 * kLanes); }
 
 void Scratch::load_queries(const AttentionParams& p, const Tile& t) {
   const bf16* from = static_cast<const bf16*>(p.q) + t.seq.q_offset;
-  for (int64_t b = 0; b < blocks_of(t); ++b) {
+  for (int64_t b = 0; b < 2 * pairs_of(t); ++b) {  // what a pair lacks are copies of the last row
     const auto row = [&](int64_t lane) {
-      const int64_t r = b * kLanes + lane;
+      const int64_t r = min_of(b * kLanes + lane, t.rows - 1);
       return from + t.token(r) * p.q_row_stride + t.head(r) * p.q_head_stride;
     };
-    pack_right(min_of(kLanes, t.rows - b * kLanes), p.D, row, q + b * depth_tiles * tmm::kBytes);
+    pack_right(kLanes, p.D, row, q + b * depth_tiles * tmm::kBytes);
   }
   constexpr double log2_e = 1.4426950408889634;
   exponent = float(p.scale * log2_e);
@@ -115,54 +128,15 @@ void Scratch::load_queries(const AttentionParams& p, const Tile& t) {
   if (prescale) exponent = float(log2_e);
 }
 
-// ------------------------------------------------------------------------------------------------ keys
+// --------------------------------------------------------------------------------------------- keys and values
 
-// K as tiles of 16 keys x 32 of D: where the first of each 16 keys lies, strides in bytes.
-struct KeyTiles {
-  const char* base[kKeyTiles];
-  int64_t row_stride[kKeyTiles], step_stride[kKeyTiles];
-
-  // In place if 16 keys follow each other in whole cache lines: a tile's row that crosses a line makes its load 7 times
-  // slower. Keys a multiple of 1 KB apart share too few sets of L1 to stay there for the next block.
-  KeyTiles(const AttentionParams& p, const Tile& t, const StepRows<bf16>& step, const Scratch& s) {
-    const int64_t stride = p.k_row_stride * int64_t(sizeof(bf16));
-    const bool in_order = !t.seq.blocks || p.block_size % tmm::kRows == 0;
-    const bool lines = p.D % tmm::kDepth == 0 && stride % 64 == 0 && (stride % 1024 != 0 || t.rows <= kLanes);
-    for (int64_t i = 0; i < kKeyTiles; ++i) {
-      const int64_t first = i * tmm::kRows;
-      const bool whole = first + tmm::kRows <= step.count;
-      if (in_order && lines && whole && reinterpret_cast<uintptr_t>(step.k[first]) % 64 == 0) {
-        base[i] = reinterpret_cast<const char*>(step.k[first]);
-        row_stride[i] = stride;
-        step_stride[i] = tmm::kRowBytes;
-        continue;
-      }
-      char* to = s.keys + i * s.depth_tiles * tmm::kBytes;
-      if (!whole) memset(to, 0, size_t(s.depth_tiles * tmm::kBytes));
-      for (int64_t j = first; j < min_of(step.count, first + tmm::kRows); ++j)
-        pack_left_row(step.k[j], p.D, to + (j - first) * tmm::kRowBytes, tmm::kBytes);
-      base[i] = to;
-      row_stride[i] = tmm::kRowBytes;
-      step_stride[i] = tmm::kBytes;
-    }
+void stage_keys(const StepRows<bf16>& step, int64_t D, int64_t depth_tiles, char* to) {
+  for (int64_t j = 0; j < kStep; j += tmm::kRows, to += depth_tiles * tmm::kBytes) {
+    if (j + tmm::kRows > step.count) memset(to, 0, size_t(depth_tiles * tmm::kBytes));
+    for (int64_t i = 0; i < min_of(tmm::kRows, step.count - j); ++i)
+      pack_left_row(step.k[j + i], D, to + i * tmm::kRowBytes, tmm::kBytes);
   }
-};
-
-// scores (kStep, kLanes) = K Q^T of one block, not yet scaled
-void multiply_keys(const KeyTiles& keys, const char* q, int64_t depth_tiles, float* scores) {
-  each<kKeyTiles>([](auto i) { tmm::zero<decltype(i)::value>(); });
-  for (int64_t d = 0; d < depth_tiles; ++d) {
-    tmm::load<4>(q + d * tmm::kBytes);
-    each<kKeyTiles>([&](auto i) {
-      constexpr int tile = decltype(i)::value, k = 5 + tile % 3;
-      tmm::load<k>(keys.base[tile] + d * keys.step_stride[tile], keys.row_stride[tile]);
-      tmm::dot<tile, k, 4>();
-    });
-  }
-  each<kKeyTiles>([&](auto i) { tmm::store<decltype(i)::value>(scores + decltype(i)::value * tmm::kFloats); });
 }
-
-// ------------------------------------------------------------------------------------------------ values
 
 // Copies a row without its NaN and inf, which a weight of 0 would turn into NaN; returns whether it has any.
 bool copy_finite(const bf16* v, int64_t D, bf16* to) {
@@ -177,15 +151,32 @@ bool copy_finite(const bf16* v, int64_t D, bf16* to) {
   return !(sum_lanes<float>(poison) == 0.0f);
 }
 
-// s.values = V^T of a step. Keys past the end are zeros.
-void stage_values(const StepRows<bf16>& step, int64_t D, bool plain, const Scratch& s, LeftOut& left_out) {
+// Is any element NaN or inf?
+bool any_not_finite(const StepRows<bf16>& step, int64_t D) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  __m512i top = _mm512_setzero_si512();
+  for (int64_t j = 0; j < step.count; ++j) {
+    int64_t d = 0;
+    for (; d + 32 <= D; d += 32)
+      top = _mm512_max_epu16(top, _mm512_and_si512(exponent, _mm512_loadu_si512(step.v[j] + d)));
+    if (d < D) {
+      const __mmask32 rest = (1u << (D - d)) - 1;
+      top = _mm512_max_epu16(top, _mm512_and_si512(exponent, _mm512_maskz_loadu_epi16(rest, step.v[j] + d)));
+    }
+  }
+  return _mm512_cmpeq_epi16_mask(top, exponent) != 0;
+}
+
+// to = V^T of a step, of all elements or without the NaN and inf, whose keys are counted. Keys past the end are zeros.
+void stage_values(const StepRows<bf16>& step, int64_t D, bool all, const Scratch& s, LeftOut& left_out, char* to) {
   const bf16* rows[kStep];
-  const bool in_place = plain && D % kLanes == 0;
+  const bool in_place = all && D % kLanes == 0;
+  left_out.count = 0;
   for (int64_t j = 0; j < kStep; ++j) {
     bf16* copy = s.value_rows + j * s.ld;
     rows[j] = j >= step.count ? s.value_rows + kStep * s.ld : in_place ? step.v[j] : copy;
     if (in_place || j >= step.count) continue;
-    if (plain)
+    if (all)
       convert_row(step.v[j], D, copy);
     else if (copy_finite(step.v[j], D, copy))
       left_out.keys[left_out.count++] = j;
@@ -196,51 +187,20 @@ void stage_values(const StepRows<bf16>& step, int64_t D, bool plain, const Scrat
       Vec<float> pairs[kLanes];  // of keys, lanes are d; transposed: rows of d, lanes are pairs of keys
       for (int64_t i = 0; i < kLanes; ++i) pairs[i] = step_of_rows<bf16>(row, half * tmm::kPairs + i, d);
       transpose<float>(pairs);
-      memcpy(s.values + (d / tmm::kRows * kHalves + half) * tmm::kBytes, pairs, sizeof pairs);
+      memcpy(to + (d / tmm::kRows * kHalves + half) * tmm::kBytes, pairs, sizeof pairs);
     }
-  }
-}
-
-// sums of C times 16 of D += V^T P^T, P^T in registers 4 and 5
-template <int C>
-ATTN_INLINE void add_value_tiles(const char* values, float* sums) {
-  each<C>([&](auto c) { tmm::load<decltype(c)::value>(sums + decltype(c)::value * tmm::kFloats); });
-  each<kHalves>([&](auto h) {
-    each<C>([&](auto c) {
-      constexpr int tile = decltype(c)::value, half = decltype(h)::value, v = 6 + tile % 2;
-      tmm::load<v>(values + (tile * kHalves + half) * tmm::kBytes);
-      tmm::dot<tile, v, 4 + half>();
-    });
-  });
-  each<C>([&](auto c) { tmm::store<decltype(c)::value>(sums + decltype(c)::value * tmm::kFloats); });
-}
-
-// sums (D, kLanes) += V^T P^T of one block
-void add_values(const Scratch& s, float* sums) {
-  tmm::load<4>(s.weights);
-  tmm::load<5>(s.weights + tmm::kBytes);
-  const int64_t tiles = s.ld / tmm::kRows;
-  int64_t n = 0;
-  const auto add = [&](auto c) {
-    add_value_tiles<decltype(c)::value>(s.values + n * kHalves * tmm::kBytes, sums + n * tmm::kFloats);
-  };
-  for (; n + 4 <= tiles; n += 4) add(Constant<4>{});
-  switch (tiles - n) {
-    case 3: return add(Constant<3>{});
-    case 2: return add(Constant<2>{});
-    case 1: return add(Constant<1>{});
   }
 }
 
 // The NaN and inf that stage_values left out, for the rows of a block that do see them. scores is what weigh has left.
 void add_left_out_values(const StepRows<bf16>& step, int64_t D, const LeftOut& left_out, const float* scores,
-                         const Scratch& s, float* sums) {
+                         const char* weights, float* sums) {
   for (int64_t i = 0; i < left_out.count; ++i) {
     const int64_t j = left_out.keys[i];
     const IVec<float> seen = load(scores + j * kLanes) != splat(-kInf);
     if (!_mm512_test_epi32_mask((__m512i)seen, (__m512i)seen)) continue;
     Vec<float> pairs;
-    memcpy(&pairs, s.weights + j / 2 * tmm::kRowBytes, sizeof pairs);
+    memcpy(&pairs, weights + j / 2 * tmm::kRowBytes, sizeof pairs);
     const Vec<float> weight = widen_half(bf16{}, pairs, j % 2);
     for (int64_t d = 0; d < D; ++d) {
       const float value = to_accumulate(step.v[j][d]);
@@ -296,135 +256,299 @@ ATTN_INLINE void store_pair(char* to, Vec<float> even, Vec<float> odd) {
   _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), both));
 }
 
-// The scores of a block become weights in s.weights; what the block has accumulated is rescaled.
-void weigh(const AttentionParams& p, const Tile& t, int64_t block, int64_t first, int64_t count, bool plain,
-           float* scores, Scratch& s) {
-  typedef Vec<float> V;
-  if (s.prescale)
-    for (int64_t j = 0; j < kStep; ++j) store(scores + j * kLanes, load(scores + j * kLanes) * splat(float(p.scale)));
-  if (!plain) transform_scores(p, t, block, first, count, scores);
+// What a row of a block sees of a split by causality and window: keys begin .. end - 1, counted from the split's first.
+struct Seen {
+  IVec<float> begin, end;
+};
 
-  BlockState& state = s.blocks[block];
-  const V c = splat(s.exponent);
+Seen seen_keys(const AttentionParams& p, const Tile& t, int64_t block, int64_t split) {
+  Seen seen;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    const int64_t r = min_of(block * kLanes + lane, t.rows - 1), first = split * kSplit;
+    const KeyRange range = visible_keys(p, t.position(r), t.seq.Tk);
+    seen.begin[lane] = int32_t(min_of(kSplit, max_of<int64_t>(0, range.first - first)));
+    seen.end[lane] = int32_t(min_of(kSplit, max_of<int64_t>(0, range.last + 1 - first)));
+  }
+  return seen;
+}
+
+// Unseen scores become -inf.
+void hide_unseen(const Seen& seen, int64_t first, float* scores) {
+  const __m512i begin = (__m512i)seen.begin, length = (__m512i)(seen.end - seen.begin);
+  for (int64_t j = 0; j < kStep; ++j) {
+    const __m512i from_begin = _mm512_sub_epi32(_mm512_set1_epi32(int32_t(first + j)), begin);
+    const __mmask16 unseen = _mm512_cmpge_epu32_mask(from_begin, length);
+    _mm512_mask_storeu_ps(scores + j * kLanes, unseen, _mm512_set1_ps(-kInf));
+  }
+}
+
+// Where a block's state moves: the factor for what it has accumulated. False: nowhere.
+bool move_max(const float* scores, float exponent, BlockState& state, Vec<float>& factor) {
+  typedef Vec<float> V;
   V top = load(scores), top2 = load(scores + kLanes);
-  for (int64_t j = 2; j < kStep; j += 2) {
+  V top3 = load(scores + 2 * kLanes), top4 = load(scores + 3 * kLanes);
+  for (int64_t j = 4; j < kStep; j += 4) {
     top = vmax(top, load(scores + j * kLanes));
     top2 = vmax(top2, load(scores + (j + 1) * kLanes));
+    top3 = vmax(top3, load(scores + (j + 2) * kLanes));
+    top4 = vmax(top4, load(scores + (j + 3) * kLanes));
   }
-  top = vmax(top, top2);
+  top = vmax(vmax(top, top2), vmax(top3, top4));
   const __mmask16 moves = _mm512_cmp_ps_mask((__m512)top, (__m512)state.limit, _CMP_GT_OQ);
-  if (moves) {
-    const V max = (V)_mm512_mask_mov_ps((__m512)state.max, moves, (__m512)top);
-    const V factor = (V)_mm512_mask_mov_ps((__m512)splat(1.0f), moves, (__m512)exp2_scaled(state.max - max, c));
-    state.max = max;
-    state.limit = max + splat(8.0f / s.exponent);
-    state.sum *= factor;
-    float* sums = s.sums_of(block);
-    for (int64_t d = 0; d < s.ld; ++d) store(sums + d * kLanes, load(sums + d * kLanes) * factor);
-  }
-
-  const V base = (state.max == splat(-kInf)) ? V{} : state.max;
-  V sum{}, sum2{};
-  for (int64_t j = 0; j < kStep; j += 2) {
-    const V even = exp2_scaled(load(scores + j * kLanes) - base, c);
-    const V odd = exp2_scaled(load(scores + (j + 1) * kLanes) - base, c);
-    sum += even;
-    sum2 += odd;
-    store_pair(s.weights + j / 2 * tmm::kRowBytes, even, odd);
-  }
-  state.sum += sum + sum2;
+  if (!moves) return false;
+  const V max = (V)_mm512_mask_mov_ps((__m512)state.max, moves, (__m512)top);
+  factor = (V)_mm512_mask_mov_ps((__m512)splat(1.0f), moves, (__m512)exp2_scaled(state.max - max, splat(exponent)));
+  state.max = max;
+  state.limit = max + splat(8.0f / exponent);
+  state.sum *= factor;
+  return true;
 }
 
-// ------------------------------------------------------------------------------------------- splits and steps
+// --------------------------------------------------------------------------------------------------- a split
 
-void Scratch::begin_split(const Tile& t) {
-  for (int64_t b = 0; b < blocks_of(t); ++b) blocks[b] = BlockState{splat(-kInf), splat(-kInf), Vec<float>{}};
-  memset(sums, 0, size_t(blocks_of(t) * kLanes * ld) * sizeof(float));
-}
+// A pair of blocks at a step: what passes through the pipeline. Two of them are under way, in turn in either half of
+// scores and weights.
+struct Unit {
+  int64_t pair = -1;  // -1: none
+  int64_t step;       // of the split
+  bool first;         // of the pair in this split
+  char* weights;
+  float* scores;
+};
 
-// Adds the keys first .. first + kStep - 1.
-void Scratch::add_step(const AttentionParams& p, const Tile& t, int64_t first) {
-  StepRows<bf16> step;
-  if (t.rows <= kLanes) {
-    step.locate(p, t, first + kStep);
-    step.prefetch_keys(0, kStep, p.D);
-    step.prefetch_values(0, kStep, p.D);
+struct Split {
+  const AttentionParams& p;
+  const Tile& t;
+  Scratch& s;
+  int64_t number;
+  const char* step_values[kSteps];
+  StepRows<bf16> rows;
+
+  // Steps of the split that rows of a pair see something of.
+  void steps(int64_t pair, int64_t& begin, int64_t& end) const {
+    const int64_t low = pair * 2 * kLanes, high = min_of(t.rows, low + 2 * kLanes) - 1;
+    const int64_t first = visible_keys(p, t.position(low), t.seq.Tk).first - number * kSplit;
+    const int64_t last = visible_keys(p, t.position(high), t.seq.Tk).last - number * kSplit;
+    begin = max_of<int64_t>(0, first) / kStep;
+    end = last < 0 ? 0 : min_of(kSteps, last / kStep + 1);
+    if (begin > end) begin = end;
   }
-  step.locate(p, t, first);
-  const bool plain = step_is_plain(p, t, first);
-  const KeyTiles key_tiles(p, t, step, *this);
-  LeftOut left_out;
-  stage_values(step, p.D, plain, *this, left_out);
-
-  const auto last_seen = [&](int64_t block) {  // by some row of the block, and all blocks before
-    return visible_keys(p, t.position(min_of(t.rows, (block + 1) * kLanes) - 1), t.seq.Tk).last;
-  };
-  const auto multiply = [&](int64_t block) {
-    multiply_keys(key_tiles, q + block * depth_tiles * tmm::kBytes, depth_tiles, scores + block % 2 * kStep * kLanes);
-  };
-  const int64_t end = blocks_of(t);
-  int64_t b = 0;
-  while (b < end && last_seen(b) < first) ++b;
-  if (b < end) multiply(b);
-  for (; b < end; ++b) {
-    if (b + 1 < end) multiply(b + 1);
-    float* own = scores + b % 2 * kStep * kLanes;
-    weigh(p, t, b, first, step.count, plain, own, *this);
-    add_values(*this, sums_of(b));
-    if (left_out.count > 0) add_left_out_values(step, p.D, left_out, own, *this, sums_of(b));
+  // Every row of the pair sees every key, and the score needs no transform.
+  bool plain(int64_t pair, int64_t step) const {
+    if (p.softcap > 0 || p.alibi_slopes || p.bias || p.mask) return false;
+    const int64_t low = pair * 2 * kLanes, high = min_of(t.rows, low + 2 * kLanes) - 1;
+    const int64_t first = number * kSplit + step * kStep;
+    return visible_keys(p, t.position(high), t.seq.Tk).first <= first &&
+           first + kStep - 1 <= visible_keys(p, t.position(low), t.seq.Tk).last;
   }
-}
+};
 
-// Leaves the split's state in split_state and out, by rows.
-void Scratch::end_split(const AttentionParams& p, const Tile& t) {
-  for (int64_t b = 0; b < blocks_of(t); ++b) {
-    const int64_t rows = min_of(kLanes, t.rows - b * kLanes);
-    for (int64_t d = 0; d < ld; d += kLanes) {
-      Vec<float> square[kLanes];
-      memcpy(square, sums_of(b) + d * kLanes, sizeof square);
-      transpose<float>(square);
-      for (int64_t r = 0; r < rows; ++r) store(out + (b * kLanes + r) * ld + d, square[r]);
+// Softmax of one unit while tiles work for the units before and after:
+//
+//   scores of `next` = K Q^T
+//   weights of `now` from its scores
+//   sums += V^T P^T of `before`
+//
+// kDepth: tiles of D in Q^T and K if known, else 0.
+template <int kDepth>
+void work(const Split& split, const Unit& before, const Unit& now, const Unit& next) {
+  typedef Vec<float> V;
+  const Scratch& s = split.s;
+  const int64_t depth = kDepth > 0 ? kDepth : s.depth_tiles, tiles = kDepth > 0 ? 2 * kDepth : s.ld / tmm::kRows;
+  const int64_t share = ceil_div(kStep / 2, 2 * depth + tiles);  // of the softmax beside four products
+  const V c = splat(s.exponent);
+  V base[2], sum[2] = {}, sum2[2] = {};
+  for (int i = 0; i < 2; ++i) base[i] = s.blocks[i].max == splat(-kInf) ? V{} : s.blocks[i].max;
+  int64_t j = now.pair >= 0 ? 0 : kStep;
+  const auto weigh = [&](int64_t pairs) __attribute__((always_inline)) {
+    for (const int64_t stop = min_of(kStep, j + 2 * pairs); j < stop; j += 2) {
+      for (int i = 0; i < 2; ++i) {
+        const float* from = now.scores + i * kScores + j * kLanes;
+        const V even = exp2_scaled(load(from) - base[i], c), odd = exp2_scaled(load(from + kLanes) - base[i], c);
+        sum[i] += even;
+        sum2[i] += odd;
+        store_pair(now.weights + i * kWeights + j / 2 * tmm::kRowBytes, even, odd);
+      }
     }
-    const BlockState& state = blocks[b];
-    for (int64_t r = 0; r < rows; ++r) {
-      const float max = state.max[r];
-      SoftmaxState<float>& row = split_state[b * kLanes + r];
-      row.max = max == -kInf || prescale ? max : max * float(p.scale);
-      row.sum = Vec<float>{state.sum[r]};
+  };
+
+  if (next.pair >= 0) {
+    const char* k = s.keys + next.step * s.key_bytes();
+    const char* q = s.q + 2 * next.pair * depth * tmm::kBytes;
+    for (int64_t i = 0; i < kKeyTiles; i += 2, k += 2 * depth * tmm::kBytes) {
+      each<4>([](auto c) { tmm::zero<decltype(c)::value>(); });
+      for (int64_t d = 0; d < depth; ++d) {
+        tmm::load<6>(q + d * tmm::kBytes);
+        tmm::load<4>(k + d * tmm::kBytes);
+        tmm::dot<0, 4, 6>();
+        tmm::load<7>(q + (depth + d) * tmm::kBytes);
+        tmm::dot<1, 4, 7>();
+        tmm::load<5>(k + (depth + d) * tmm::kBytes);
+        tmm::dot<2, 5, 6>();
+        tmm::dot<3, 5, 7>();
+        weigh(share);
+      }
+      float* to = next.scores + i * tmm::kFloats;
+      tmm::store<0>(to);
+      tmm::store<1>(to + kScores);
+      tmm::store<2>(to + tmm::kFloats);
+      tmm::store<3>(to + tmm::kFloats + kScores);
     }
   }
+  if (before.pair >= 0) {
+    const char* v = split.step_values[before.step];
+    float* to = s.out + 2 * before.pair * kLanes * s.ld;
+    each<4>([&](auto i) { tmm::load<4 + decltype(i)::value>(before.weights + decltype(i)::value * tmm::kBytes); });
+    for (int64_t d = 0; d < tiles; ++d, v += kHalves * tmm::kBytes, to += tmm::kFloats) {
+      if (before.first) {
+        tmm::zero<0>();
+        tmm::zero<1>();
+      } else {
+        tmm::load<0>(to);
+        tmm::load<1>(to + kLanes * s.ld);
+      }
+      tmm::load<2>(v);
+      tmm::dot<0, 2, 4>();
+      tmm::dot<1, 2, 6>();
+      tmm::load<3>(v + tmm::kBytes);
+      tmm::dot<0, 3, 5>();
+      tmm::dot<1, 3, 7>();
+      tmm::store<0>(to);
+      tmm::store<1>(to + kLanes * s.ld);
+      weigh(share);
+    }
+  }
+  weigh(kStep / 2);
+  if (now.pair >= 0)
+    for (int i = 0; i < 2; ++i) s.blocks[i].sum += sum[i] + sum2[i];
+}
+
+void work(const Split& split, const Unit& before, const Unit& now, const Unit& next) {
+  if (split.p.D == 64) return work<2>(split, before, now, next);
+  if (split.p.D == 128) return work<4>(split, before, now, next);
+  work<0>(split, before, now, next);
 }
 
 // In place of the one in attention_tiles.h: tiles have their shapes while a split is worked on.
-void attend_split(const AttentionParams& p, const Tile& t, int64_t split, Scratch& s) {
+void attend_split(const AttentionParams& p, const Tile& t, int64_t number, Scratch& s) {
   const tmm::Config config(tmm::Shapes::full());
-  s.begin_split(t);
-  const int64_t begin = max_of(split * kSplit, t.key_begin / kStep * kStep);
-  const int64_t end = min_of((split + 1) * kSplit, t.key_end);
-  for (int64_t first = begin; first < end; first += kStep) s.add_step(p, t, first);
-  s.end_split(p, t);
+  Split split{p, t, s, number};
+  const int64_t first_key = number * kSplit;
+  const int64_t begin = max_of<int64_t>(0, t.key_begin - first_key) / kStep;
+  const int64_t end = ceil_div(min_of(kSplit, t.key_end - first_key), kStep);
+  bool finite[kSteps];
+  for (int64_t i = begin; i < end; ++i) {
+    split.rows.locate(p, t, first_key + i * kStep);
+    stage_keys(split.rows, p.D, s.depth_tiles, s.keys + i * s.key_bytes());
+    stage_values(split.rows, p.D, true, s, s.left_out[i], s.values + i * s.value_bytes());
+    finite[i] = step_is_plain(p, t, first_key + i * kStep) || !any_not_finite(split.rows, p.D);
+    if (!finite[i]) stage_values(split.rows, p.D, false, s, s.left_out[i], s.finite + i * s.value_bytes());
+  }
+
+  Unit before, now;
+  for (int64_t pair = 0; pair < pairs_of(t); ++pair) {
+    int64_t from, to;
+    split.steps(pair, from, to);
+    for (int i = 0; i < 2; ++i) s.blocks[i] = BlockState{splat(-kInf), splat(-kInf), Vec<float>{}};
+    float* out = s.out + 2 * pair * kLanes * s.ld;
+    if (from == to) memset(out, 0, size_t(2 * kLanes * s.ld) * sizeof(float));
+    Seen seen[2];
+    bool know_seen = false;
+    Unit before, now, next;
+    for (int64_t step = from; step <= to; ++step) {
+      if (step < to) next = Unit{pair, step, step == from, s.weights + step % 2 * 2 * kWeights, s.scores + step % 2 * 2 * kScores};
+      else next.pair = -1;
+      if (step == from) { work(split, before, now, next); now = next; continue; }
+      const bool plain = split.plain(pair, now.step), filtered = !plain && !finite[now.step];
+      Vec<float> factor[2];
+      bool moves[2];
+      for (int i = 0; i < 2; ++i) {
+        float* scores = now.scores + i * kScores;
+        if (s.prescale)
+          for (int64_t j = 0; j < kStep; ++j) store(scores + j * kLanes, load(scores + j * kLanes) * splat(float(p.scale)));
+        if (!plain) {
+          if (p.softcap > 0 || p.alibi_slopes || p.bias || p.mask) {
+            const int64_t key = first_key + now.step * kStep;
+            transform_scores(p, t, 2 * pair + i, key, min_of(kStep, t.seq.Tk - key), scores);
+          } else {
+            if (!know_seen)
+              for (int b = 0; b < 2; ++b) seen[b] = seen_keys(p, t, 2 * pair + b, number);
+            know_seen = true;
+            hide_unseen(seen[i], now.step * kStep, scores);
+          }
+        }
+        moves[i] = move_max(scores, s.exponent, s.blocks[i], factor[i]);
+      }
+      split.step_values[now.step] = (filtered ? s.finite : s.values) + now.step * s.value_bytes();
+      work(split, before, now, next);
+      for (int i = 0; i < 2; ++i)
+        if (moves[i] && !now.first) {
+          float* sums = out + i * kLanes * s.ld;
+          for (int64_t d = 0; d < s.ld; ++d) store(sums + d * kLanes, load(sums + d * kLanes) * factor[i]);
+        }
+      before = now;
+      now = next;
+      if (filtered && s.left_out[before.step].count > 0) {
+        Unit none;
+        work(split, before, none, none);
+        split.rows.locate(p, t, first_key + before.step * kStep);
+        for (int i = 0; i < 2; ++i)
+          add_left_out_values(split.rows, p.D, s.left_out[before.step], before.scores + i * kScores, before.weights + i * kWeights, out + i * kLanes * s.ld);
+        before = none;
+      }
+    }
+    Unit none;
+    if (before.pair >= 0) work(split, before, none, none);
+    for (int i = 0; i < 2; ++i) {
+      const Vec<float> max = s.blocks[i].max, scaled = s.prescale ? max : max * splat(float(p.scale));
+      s.split_state[2 * pair + i] = {max == splat(-kInf) ? max : scaled, s.blocks[i].sum};
+    }
+  }
 }
 
-// In place of the one in attention_tiles.h: the factors of 16 rows at a time.
-void merge_split(const Tile& t, const SoftmaxState<float>* state, const float* out, Scratch& s) {
+// In place of the one in attention_tiles.h: lanes are rows. Rows that saw nothing of the split stay as they are.
+void merge_split(const Tile& t, const BlockTotal* state, const float* out, Scratch& s) {
   typedef Vec<float> V;
-  for (int64_t begin = 0; begin < t.rows; begin += kLanes) {
-    const int64_t rows = min_of(kLanes, t.rows - begin);
-    V mine{}, other{};
+  for (int64_t b = 0; b < blocks_of(t); ++b) {
+    const __mmask16 saw = _mm512_cmp_ps_mask((__m512)state[b].max, _mm512_set1_ps(-kInf), _CMP_NEQ_UQ);
+    if (!saw) continue;
+    BlockTotal& mine = s.total_state[b];
+    const V max = vmax(mine.max, state[b].max), base = (max == splat(-kInf)) ? V{} : max;
+    const V f = exp(mine.max - base), g = exp(state[b].max - base);
+    mine.sum = mine.sum * f + state[b].sum * g;
+    mine.max = max;
+    float* to = s.total + b * kLanes * s.ld;
+    const float* from = out + b * kLanes * s.ld;
+    for (int64_t d = 0; d < s.ld; ++d, to += kLanes, from += kLanes)
+      _mm512_mask_storeu_ps(to, saw, (__m512)(load(to) * f + load(from) * g));
+  }
+}
+
+// In place of the one in attention_tiles.h.
+template <class T>
+void write_tile(const AttentionParams& p, const Tile& t, Scratch& s) {
+  typedef Vec<float> V;
+  for (int64_t b = 0; b < blocks_of(t); ++b) {
+    const int64_t rows = min_of(kLanes, t.rows - b * kLanes);
+    V factor{};
+    T* to[kLanes];
     for (int64_t i = 0; i < rows; ++i) {
-      mine[i] = s.total_state[begin + i].max;
-      other[i] = state[begin + i].max;
+      const int64_t r = b * kLanes + i, head = t.head(r), token = t.token(r);
+      const float* sink = p.sinks ? static_cast<const float*>(p.sinks) + head : nullptr;
+      const auto result = SoftmaxState<float>{s.total_state[b].max[i], V{s.total_state[b].sum[i]}}.finish(sink);
+      factor[i] = result.factor;
+      static_cast<float*>(p.lse)[t.seq.lse_offset + head * p.lse_head_stride + token] = result.lse;
+      to[i] = static_cast<T*>(p.out) + t.seq.out_offset + token * p.out_row_stride + head * p.out_head_stride;
     }
-    const V max = vmax(mine, other), base = (max == splat(-kInf)) ? V{} : max;
-    mine = exp(mine - base);
-    other = exp(other - base);
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t r = begin + i;
-      const V f = splat(mine[i]), g = splat(other[i]);
-      s.total_state[r].sum = s.total_state[r].sum * f + state[r].sum * g;
-      s.total_state[r].max = max[i];
-      float* total = s.total + r * s.ld;
-      for (int64_t d = 0; d < s.ld; d += kLanes) store(total + d, load(total + d) * f + load(out + r * s.ld + d) * g);
+    const float* from = s.total + b * kLanes * s.ld;
+    for (int64_t d = 0; d < p.D; d += tmm::kDepth) {
+      V pairs[kLanes] = {};  // of d, lanes are rows; transposed: rows
+      for (int64_t i = 0; i < min_of(kLanes, (s.ld - d) / 2); ++i)
+        store_pair(reinterpret_cast<char*>(&pairs[i]), load(from + (d + 2 * i) * kLanes) * factor,
+                   load(from + (d + 2 * i + 1) * kLanes) * factor);
+      transpose<float>(pairs);
+      const __mmask32 mask = p.D - d >= tmm::kDepth ? __mmask32(-1) : (__mmask32(1) << (p.D - d)) - 1;
+      for (int64_t i = 0; i < rows; ++i) _mm512_mask_storeu_epi16(to[i] + d, mask, (__m512i)pairs[i]);
     }
   }
 }
