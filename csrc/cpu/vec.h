@@ -99,7 +99,7 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 template <class A>
 ATTN_INLINE Vec<A> splat(A x) {
-  return Vec<A>{} + x;
+  return x - Vec<A>{};  // not 0 + x, which is an addition: it turns -0 into 0
 }
 
 // a * b + c, fused where the instruction set has it (one rounding), two roundings on the baseline.
