@@ -163,9 +163,10 @@ ATTN_INLINE bool any_above(Vec<double> a, Vec<double> b) {
 // A number in every lane, and the lanes' own numbers.
 template <class A>
 ATTN_INLINE IVec<A> splat_index(int64_t i) {
-  IVec<A> v{};
-  for (int l = 0; l < W<A>; ++l) v[l] = i;
-  return v;
+  if constexpr (sizeof(A) == 4)
+    return IVec<A>{} + int32_t(i);
+  else
+    return IVec<A>{} + i;
 }
 template <class A>
 ATTN_INLINE IVec<A> lane_index() {
