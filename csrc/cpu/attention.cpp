@@ -137,30 +137,35 @@ void stage_values(const StepRows<T>& rows, int64_t D, bool plain, Scratch<T>& s,
   const auto filter = [&](int64_t j, Element<T>* to) {
     if (filter_row(rows.v[j], D, to)) left_out.keys[left_out.count++] = j;
   };
+  if constexpr (per_step == 1) {
+    Vec<A> poison{};
+    for (int64_t j = 0; j < rows.count; ++j) {
+      A* to = s.values + j * s.ld;
+      convert_row(rows.v[j], D, to);
+      if (!plain)
+        for (int64_t d = 0; d < D; d += W<A>) poison = fma(load(to + d), Vec<A>{}, poison);  // 0, or NaN
+    }
+    if (sum_lanes<A>(poison) == A(0)) return;
+    for (int64_t j = 0; j < rows.count; ++j) filter(j, s.values + j * s.ld);
+    return;
+  }
   for (int64_t j = 0; j < rows.count; j += per_step) {
     A* to = s.values + j / per_step * s.ld;
-    if constexpr (per_step == 1) {
-      if (plain)
-        convert_row(rows.v[j], D, to);
-      else
-        filter(j, to);
-    } else {
-      if (plain && j + 1 < rows.count && D == s.ld) {
-        const auto row = [&](int64_t i) { return rows.v[j + i]; };
-        for (int64_t d = 0; d < D; d += W<A>) store(to + d, step_of_rows<T>(row, 0, d));
-        continue;
-      }
-      const auto row = [&](int64_t i) { return s.filtered + i * s.ld; };
-      for (int64_t i = 0; i < per_step; ++i) {
-        if (j + i >= rows.count)
-          memset(static_cast<void*>(row(i)), 0, size_t(s.ld) * sizeof(T));
-        else if (plain)
-          convert_row(rows.v[j + i], D, row(i));
-        else
-          filter(j + i, row(i));
-      }
-      for (int64_t d = 0; d < s.ld; d += W<A>) store(to + d, step_of_rows<T>(row, 0, d));
+    if (plain && j + 1 < rows.count && D == s.ld) {
+      const auto row = [&](int64_t i) { return rows.v[j + i]; };
+      for (int64_t d = 0; d < D; d += W<A>) store(to + d, step_of_rows<T>(row, 0, d));
+      continue;
     }
+    const auto row = [&](int64_t i) { return s.filtered + i * s.ld; };
+    for (int64_t i = 0; i < per_step; ++i) {
+      if (j + i >= rows.count)
+        memset(static_cast<void*>(row(i)), 0, size_t(s.ld) * sizeof(T));
+      else if (plain)
+        convert_row(rows.v[j + i], D, row(i));
+      else
+        filter(j + i, row(i));
+    }
+    for (int64_t d = 0; d < s.ld; d += W<A>) store(to + d, step_of_rows<T>(row, 0, d));
   }
 }
 
@@ -169,9 +174,17 @@ template <class T>
 void add_left_out_values(const LeftOut& left_out, const bool* seen, const StepRows<T>& step, int64_t D, int64_t rows,
                          Scratch<T>& s, Accumulate<T>* out) {
   using A = Accumulate<T>;
+  bool settled[kGroupRows];  // rows that are NaN in every element, and stay so
+  for (int64_t r = 0; r < rows; ++r) {
+    settled[r] = true;
+    for (int64_t d = 0; d < D && settled[r]; d += W<A>) {
+      const Vec<A> sum = load(out + r * s.ld + d), inf = splat(A(kInf));
+      settled[r] = !any_above(sum, -inf) && !any_above(inf, sum);
+    }
+  }
   for (int64_t i = 0; i < left_out.count; ++i) {
     bool seen_by_any = false;
-    for (int64_t r = 0; r < rows; ++r) seen_by_any |= seen[r * kStep + i];
+    for (int64_t r = 0; r < rows; ++r) seen_by_any |= seen[r * kStep + i] && !settled[r];
     if (!seen_by_any) continue;
     const int64_t j = left_out.keys[i];
     A* value = s.left_out_value;
@@ -181,7 +194,7 @@ void add_left_out_values(const LeftOut& left_out, const bool* seen, const StepRo
       store(value + d, (v - v == Vec<A>{}) ? Vec<A>{} : v);
     }
     for (int64_t r = 0; r < rows; ++r) {
-      if (!seen[r * kStep + i]) continue;
+      if (!seen[r * kStep + i] || settled[r]) continue;
       const Vec<A> weight = splat(to_accumulate(s.weights[r * kStep + j]));
       for (int64_t d = 0; d < D; d += W<A>) {
         const Vec<A> v = load(value + d), sum = load(out + r * s.ld + d);

@@ -58,6 +58,12 @@ ATTN_INLINE void gemm_columns(int64_t rows, int64_t columns, int64_t steps, cons
   const auto from_n = [&](int64_t i, int v) { return b(i, n + v * w); };
   for (; n + kGemmVectors * w <= columns; n += kGemmVectors * w)
     gemm_rows<T, kGemmVectors>(rows, steps, a, lda, from_n, c + n, ldc, accumulate);
+  if constexpr (kGemmVectors == 4) {
+    if (n + 2 * w <= columns) {
+      gemm_rows<T, 2>(rows, steps, a, lda, from_n, c + n, ldc, accumulate);
+      n += 2 * w;
+    }
+  }
   for (; n < columns; n += w) gemm_rows<T, 1>(rows, steps, a, lda, from_n, c + n, ldc, accumulate);
 }
 

@@ -77,8 +77,10 @@ struct StepSoftmax {
     A factor = A(1);
     if (any_above(top, splat(limit))) {
       const A new_max = max_lanes<A>(top);
-      factor = exp2_scaled(splat(max - new_max), splat(c))[0];
-      sum = sum * splat(factor);
+      if (max > A(-kInf)) {  // else nothing was accumulated
+        factor = exp2_scaled(splat(max - new_max), splat(c))[0];
+        sum = sum * splat(factor);
+      }
       max = new_max;
       limit = new_max + A(8) / c;
     }

@@ -99,7 +99,7 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 template <class A>
 ATTN_INLINE Vec<A> splat(A x) {
-  return Vec<A>{} + x;
+  return x - Vec<A>{};  // not 0 + x, which is an addition: it turns -0 into 0
 }
 
 // a * b + c, fused where the instruction set has it (one rounding), two roundings on the baseline.
@@ -163,9 +163,10 @@ ATTN_INLINE bool any_above(Vec<double> a, Vec<double> b) {
 // A number in every lane, and the lanes' own numbers.
 template <class A>
 ATTN_INLINE IVec<A> splat_index(int64_t i) {
-  IVec<A> v{};
-  for (int l = 0; l < W<A>; ++l) v[l] = i;
-  return v;
+  if constexpr (sizeof(A) == 4)
+    return IVec<A>{} + int32_t(i);
+  else
+    return IVec<A>{} + i;
 }
 template <class A>
 ATTN_INLINE IVec<A> lane_index() {
