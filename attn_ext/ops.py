@@ -15,6 +15,8 @@ that is shorter makes the op read the lengths after all. Slots and copy destinat
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,7 @@ def _fake(name):
 def _must(ok, op, argument, rule, got):
     """The checks that need no data, for tensors that have none (meta, torch.compile); csrc/ops has all of them."""
     if not ok:
+        got = f"{got:g}" if isinstance(got, float) else got  # as a stream of C++ writes it
         raise RuntimeError(f"{op}: {argument} must {rule}, got {got}")
 
 
@@ -69,9 +72,11 @@ def _weight_sizes(op, weight):
     """(N, K) of a plain or packed weight."""
     if weight.dim() == 4:
         width = _packed_width(weight.dtype)
+        dtype, pairs = str(weight.dtype).removeprefix("torch."), " / 2" if width == 2 else ""
         _must(weight.shape[2] == _PANEL and weight.shape[3] == width, op, "weight",
-              f"be packed in its present dtype ({weight.dtype}: {width} in its last dimension)",
+              f"be packed in its present dtype ({dtype}: shape (N / {_PANEL}, K{pairs}, {_PANEL}, {width}))",
               tuple(weight.shape))  # fmt: skip
+        _must(weight.is_contiguous(), op, "weight", "be contiguous when it is packed", "another layout")
         return weight.shape[0] * _PANEL, weight.shape[1] * width
     _must(weight.dim() == 2, op, "weight", "have shape (N, K) or be packed by pack_weight", tuple(weight.shape))
     return weight.shape[0], weight.shape[1]
@@ -318,24 +323,35 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     return _ops.layer_norm.default(x, weight, bias, eps)
 
 
-def _fake_norm(op, x, weight, bias):
+_FLOAT32_OVERFLOW = 2.0**128 - 2.0**103  # from here on a number is infinite in float32
+
+
+def _must_be_eps(op, eps, dtype):
+    wide = dtype == torch.float64
+    _must(math.isfinite(eps) if wide else abs(eps) < _FLOAT32_OVERFLOW, op, "eps",
+          "be finite" if wide else "be finite in float32", eps)  # fmt: skip
+    _must(eps >= 0, op, "eps", "be at least 0", eps)
+
+
+def _fake_norm(op, x, weight, bias, eps):
     _must_share_device(op, x=x, weight=weight, bias=bias)
     _must_share_dtype(op, x=x, weight=weight, bias=bias)
     _must(x.dim() >= 1, op, "x", "have shape (..., C)", tuple(x.shape))
     for name, t in (("weight", weight), ("bias", bias)):
         _must(t is None or t.shape == x.shape[-1:], op, name, f"have shape ({x.shape[-1]},)",
               None if t is None else tuple(t.shape))  # fmt: skip
+    _must_be_eps(op, eps, x.dtype)
     return x.new_empty(x.shape)
 
 
 @_fake("rms_norm")
 def _(x, weight, eps=1e-5):
-    return _fake_norm("rms_norm", x, weight, None)
+    return _fake_norm("rms_norm", x, weight, None, eps)
 
 
 @_fake("layer_norm")
 def _(x, weight, bias=None, eps=1e-5):
-    return _fake_norm("layer_norm", x, weight, bias)
+    return _fake_norm("layer_norm", x, weight, bias, eps)
 
 
 # ------------------------------------------------------------------------------------------------- softmax
