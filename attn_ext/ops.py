@@ -28,6 +28,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "copy_blocks",
+    "decoder_layer",
     "layer_norm",
     "linear",
     "masked_softmax",
@@ -577,6 +578,78 @@ def _(out_a, lse_a, out_b, lse_b):
     _must(out_a.shape == out_b.shape, "merge_attention", "out_b", f"have the shape of out_a {tuple(out_a.shape)}",
           tuple(out_b.shape))  # fmt: skip
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+# ------------------------------------------------------------------------------------------- a layer as one op
+
+
+def decoder_layer(
+    x: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, block_table: Tensor, seq_lens: Tensor,
+    cu_seqlens_q: Tensor, *, norm_1: tuple, qkv: tuple, out: tuple, norm_2: tuple, up: tuple, down: tuple,
+    gate: tuple = (None, None), n_heads: int, n_kv_heads: int | None = None, norm: str = "layer_norm",
+    eps: float = 1e-5, activation: str = "gelu", window_left: int = -1,
+    rope: tuple[Tensor, Tensor, Tensor] | None = None, max_seqlen_q: int | None = None,
+) -> Tensor:  # fmt: skip
+    """A layer of a decoder over the paged cache: what a model does to `x` in one step, as one call.
+
+    `x = x + attention(norm_1(x))`, then `x + mlp(norm_2(x))`: to the bit what the separate ops give, without the time
+    between them, which in a step of decode is as long as a product.
+
+    Args:
+        x: (total, C), the rows of all sequences; cu_seqlens_q (B + 1) int32 says whose is which.
+        key_cache, value_cache, slot_mapping, rope: as in `qkv_projection_to_cache`, which writes to the caches.
+        block_table, seq_lens, cu_seqlens_q, max_seqlen_q: as in `paged_attention`, which is causal here.
+        norm_1, qkv, out, norm_2, up, down, gate: (weight, bias or None) each; a weight of a product may be packed. qkv
+            is fused as in `qkv_projection`; out, up, down and gate have shapes (C, n_heads D), (I, C), (C, I), (I, C).
+            With gate the MLP is `down(activation(gate(y)) * up(y))`, without it `down(activation(up(y)))`.
+        norm: "layer_norm" or "rms_norm", which has no bias, with `eps`.
+        activation: "gelu", "gelu_tanh" or "silu".
+        window_left: a query sees at most this many keys before its own; -1 = all.
+    Returns:
+        (total, C), contiguous.
+
+    >>> import torch, attn_ext
+    >>> k_cache, v_cache = torch.zeros(2, 1, 4, 2, 8)  # a block of 4 slots
+    >>> lens, cu = torch.tensor([3], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    >>> table, slots = torch.zeros(1, 1, dtype=torch.int32), torch.arange(3)
+    >>> shapes = {"qkv": (48, 16), "out": (16, 16), "up": (64, 16), "down": (16, 64)}
+    >>> weights = {name: (torch.randn(shape), None) for name, shape in shapes.items()}
+    >>> ones = (torch.ones(16), None)
+    >>> x = torch.randn(3, 16)
+    >>> y = attn_ext.decoder_layer(
+    ...     x, k_cache, v_cache, slots, table, lens, cu, norm_1=ones, norm_2=ones, **weights, n_heads=2
+    ... )
+    >>> y.shape
+    torch.Size([3, 16])
+    """
+    cos, sin, positions = (None, None, None) if rope is None else rope
+    return _ops.decoder_layer.default(
+        x, *norm_1, *qkv, *out, *norm_2, *gate, *up, *down, key_cache, value_cache, slot_mapping, block_table, seq_lens,
+        cu_seqlens_q, max_seqlen_q, n_heads=n_heads, n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
+        norm=norm, eps=eps, activation=activation, window_left=window_left, rope_cos=cos, rope_sin=sin,
+        positions=positions,
+    )  # fmt: skip
+
+
+@_fake("decoder_layer")
+def _(x, norm_1, norm_1_bias, qkv, qkv_bias, out, out_bias, norm_2, norm_2_bias, gate, gate_bias, up, up_bias, down,
+      down_bias, key_cache, value_cache, slot_mapping, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, *, n_heads,
+      n_kv_heads, norm, eps, activation, window_left=-1, rope_cos=None, rope_sin=None, positions=None):  # fmt: skip
+    op = "decoder_layer"
+    _must(x.dim() == 2, op, "x", "have shape (total, C)", tuple(x.shape))
+    _must_share_device(op, x=x, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping,
+                       block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, cos=rope_cos,
+                       sin=rope_sin, positions=positions)  # fmt: skip
+    _must_share_dtype(op, x=x, key_cache=key_cache, value_cache=value_cache)
+    _must_be_fused_weight(op, x, qkv, qkv_bias, n_heads, n_kv_heads)
+    for weight, bias in ((norm_1, norm_1_bias), (norm_2, norm_2_bias)):
+        _fake_norm(op, x, weight, bias, eps)
+    inner = _must_be_product(op, x, up, up_bias)
+    if gate is not None:
+        _must_be_product(op, x, gate, gate_bias)
+    _must_be_product(op, x.new_empty(len(x), n_heads * key_cache.shape[-1]), out, out_bias)
+    _must_be_product(op, x.new_empty(len(x), inner), down, down_bias)
+    return x.new_empty(x.shape)
 
 
 # ------------------------------------------------------------------------------------------------ the cache
