@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 
 _library = torch.library.Library("attn_ext", "IMPL")
 
+_PRODUCTS = ("qkv", "out", "gate", "up", "down")  # of decoder_layer: weights, which may be packed
+
 # Arguments cast under autocast, and where their dtype comes from ("autocast" or an argument's name).
 _AUTOCAST = {
     "linear": (("x", "weight", "bias", "residual", "multiply"), "autocast"),
@@ -24,7 +26,10 @@ _AUTOCAST = {
     "attention_varlen": (("q", "k", "v"), "autocast"),
     "paged_attention": (("q",), "key_cache"),
     "append_kv": (("key", "value"), "key_cache"),
-}
+    "decoder_layer": (
+        ("x", *(name + kind for name in ("norm_1", "norm_2", *_PRODUCTS) for kind in ("", "_bias"))), "key_cache",
+    ),
+}  # fmt: skip
 
 
 def _by_name(op, args, kwargs):
@@ -68,7 +73,7 @@ def _register_autocast(name: str, op, device: str, key: str, unpack) -> None:
         for argument in cast:
             value = values.get(argument)
             if value is not None and value.is_floating_point() and value.dtype != torch.float64:
-                if argument == "weight" and value.dim() == 4 and value.dtype.itemsize != dtype.itemsize:
+                if argument in ("weight", *_PRODUCTS) and value.dim() == 4 and value.dtype.itemsize != dtype.itemsize:
                     value = unpack(value)  # it is packed for the width of its own dtype; the results have the same bits
                 values[argument] = value.to(dtype)
         with torch._C._ExcludeDispatchKeyGuard(excluded):

@@ -177,19 +177,6 @@ class Attention(nn.Module):
         v = torch.empty_like(k)
         return self._project(x, k, v, torch.arange(b * t, device=x.device), rope), k, v
 
-    def forward_paged(
-        self, x: Tensor, rope: tuple[Tensor, Tensor, Tensor], layer: int, batch: StepBatch, cache: PagedKVCache,
-        residual: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """The same over a paged cache; x and residual (total, C): the new K and V go into the cache first."""
-        key_cache, value_cache = cache.key_cache(layer), cache.value_cache(layer)
-        q = self._project(x, key_cache, value_cache, batch.slot_mapping, rope)
-        y = ops.paged_attention(
-            q, key_cache, value_cache, batch.block_table, batch.seq_lens,
-            cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, window=self.window,
-        )  # fmt: skip
-        return self._output(y, residual)
-
     def _project(self, x, key_cache, value_cache, slot_mapping, rope) -> Tensor:
         return ops.qkv_projection_to_cache(
             x, self.wqkv.weight, self.wqkv.bias, key_cache, value_cache, slot_mapping,
@@ -231,8 +218,16 @@ class Block(nn.Module):
         return self.mlp(self.norm_2(x), residual=x)
 
     def forward_paged(self, x, rope, layer: int, batch: StepBatch, cache: PagedKVCache) -> Tensor:
-        x = self.attn.forward_paged(self.norm_1(x), rope, layer, batch, cache, residual=x)
-        return self.mlp(self.norm_2(x), residual=x)
+        """The same over a paged cache; x (total, C): the new K and V go into the cache first."""
+        norm_1, attn, norm_2, mlp = (self._modules[name] for name in ("norm_1", "attn", "norm_2", "mlp"))
+        part = {name: packing.affine(m) for name, m in (*attn._modules.items(), *mlp._modules.items())}
+        return ops.decoder_layer(
+            x, cache.key_cache(layer), cache.value_cache(layer), batch.slot_mapping, batch.block_table, batch.seq_lens,
+            batch.cu_seqlens_q, norm_1=packing.affine(norm_1), qkv=part["wqkv"], out=part["wo"],
+            norm_2=packing.affine(norm_2), gate=part["gate"], up=part["up"], down=part["down"], n_heads=attn.n_heads,
+            n_kv_heads=attn.n_kv_heads, norm="rms_norm", eps=norm_1.eps, activation="silu",
+            window_left=-1 if attn.window is None else attn.window[0], rope=rope, max_seqlen_q=batch.max_seqlen_q,
+        )  # fmt: skip
 
 
 class Llama(packing.PackableModel):

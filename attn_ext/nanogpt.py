@@ -131,18 +131,6 @@ class CausalSelfAttention(nn.Module):
         weights = ops.masked_softmax(scores, causal=True, scale=1.0 / math.sqrt(q.shape[-1]))
         return (weights @ v).transpose(1, 2)
 
-    def forward_paged(self, x: Tensor, layer: int, batch: StepBatch, cache: PagedKVCache, residual: Tensor) -> Tensor:
-        """The same over a paged cache; x and residual (total, C): the new K and V go into the cache first."""
-        key_cache, value_cache = cache.key_cache(layer), cache.value_cache(layer)
-        q = ops.qkv_projection_to_cache(
-            x, self.c_attn.weight, self.c_attn.bias, key_cache, value_cache, batch.slot_mapping, n_heads=self.n_head
-        )
-        y = ops.paged_attention(
-            q, key_cache, value_cache, batch.block_table, batch.seq_lens,
-            cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q,
-        )  # fmt: skip
-        return self._output(y, residual)
-
     def _output(self, y: Tensor, residual: Tensor | None) -> Tensor:
         return ops.linear(y.flatten(-2), self.c_proj.weight, self.c_proj.bias, residual=residual)
 
@@ -190,8 +178,16 @@ class Block(nn.Module):
         return self.mlp(self.ln_2(x), residual=x)
 
     def forward_paged(self, x: Tensor, layer: int, batch: StepBatch, cache: PagedKVCache) -> Tensor:
-        x = self.attn.forward_paged(self.ln_1(x), layer, batch, cache, residual=x)
-        return self.mlp(self.ln_2(x), residual=x)
+        """The same over a paged cache; x (total, C): the new K and V go into the cache first."""
+        ln_1, attn, ln_2, mlp = (self._modules[name] for name in ("ln_1", "attn", "ln_2", "mlp"))
+        _refuse_dropout(mlp, mlp.dropout)
+        return ops.decoder_layer(
+            x, cache.key_cache(layer), cache.value_cache(layer), batch.slot_mapping, batch.block_table, batch.seq_lens,
+            batch.cu_seqlens_q, norm_1=packing.affine(ln_1), qkv=packing.affine(attn._modules["c_attn"]),
+            out=packing.affine(attn._modules["c_proj"]), norm_2=packing.affine(ln_2),
+            up=packing.affine(mlp._modules["c_fc"]), down=packing.affine(mlp._modules["c_proj"]), n_heads=attn.n_head,
+            eps=ln_1.eps, activation=mlp.activation, max_seqlen_q=batch.max_seqlen_q,
+        )  # fmt: skip
 
 
 class GPT(packing.PackableModel):

@@ -15,6 +15,8 @@ that is shorter makes the op read the lengths after all. Slots and copy destinat
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "copy_blocks",
+    "decoder_layer",
     "layer_norm",
     "linear",
     "masked_softmax",
@@ -48,6 +51,7 @@ def _fake(name):
 def _must(ok, op, argument, rule, got):
     """The checks that need no data, for tensors that have none (meta, torch.compile); csrc/ops has all of them."""
     if not ok:
+        got = f"{got:g}" if isinstance(got, float) else got  # as a stream of C++ writes it
         raise RuntimeError(f"{op}: {argument} must {rule}, got {got}")
 
 
@@ -69,9 +73,11 @@ def _weight_sizes(op, weight):
     """(N, K) of a plain or packed weight."""
     if weight.dim() == 4:
         width = _packed_width(weight.dtype)
+        dtype, pairs = str(weight.dtype).removeprefix("torch."), " / 2" if width == 2 else ""
         _must(weight.shape[2] == _PANEL and weight.shape[3] == width, op, "weight",
-              f"be packed in its present dtype ({weight.dtype}: {width} in its last dimension)",
+              f"be packed in its present dtype ({dtype}: shape (N / {_PANEL}, K{pairs}, {_PANEL}, {width}))",
               tuple(weight.shape))  # fmt: skip
+        _must(weight.is_contiguous(), op, "weight", "be contiguous when it is packed", "another layout")
         return weight.shape[0] * _PANEL, weight.shape[1] * width
     _must(weight.dim() == 2, op, "weight", "have shape (N, K) or be packed by pack_weight", tuple(weight.shape))
     return weight.shape[0], weight.shape[1]
@@ -318,24 +324,35 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     return _ops.layer_norm.default(x, weight, bias, eps)
 
 
-def _fake_norm(op, x, weight, bias):
+_FLOAT32_OVERFLOW = 2.0**128 - 2.0**103  # from here on a number is infinite in float32
+
+
+def _must_be_eps(op, eps, dtype):
+    wide = dtype == torch.float64
+    _must(math.isfinite(eps) if wide else abs(eps) < _FLOAT32_OVERFLOW, op, "eps",
+          "be finite" if wide else "be finite in float32", eps)  # fmt: skip
+    _must(eps >= 0, op, "eps", "be at least 0", eps)
+
+
+def _fake_norm(op, x, weight, bias, eps):
     _must_share_device(op, x=x, weight=weight, bias=bias)
     _must_share_dtype(op, x=x, weight=weight, bias=bias)
     _must(x.dim() >= 1, op, "x", "have shape (..., C)", tuple(x.shape))
     for name, t in (("weight", weight), ("bias", bias)):
         _must(t is None or t.shape == x.shape[-1:], op, name, f"have shape ({x.shape[-1]},)",
               None if t is None else tuple(t.shape))  # fmt: skip
+    _must_be_eps(op, eps, x.dtype)
     return x.new_empty(x.shape)
 
 
 @_fake("rms_norm")
 def _(x, weight, eps=1e-5):
-    return _fake_norm("rms_norm", x, weight, None)
+    return _fake_norm("rms_norm", x, weight, None, eps)
 
 
 @_fake("layer_norm")
 def _(x, weight, bias=None, eps=1e-5):
-    return _fake_norm("layer_norm", x, weight, bias)
+    return _fake_norm("layer_norm", x, weight, bias, eps)
 
 
 # ------------------------------------------------------------------------------------------------- softmax
@@ -561,6 +578,78 @@ def _(out_a, lse_a, out_b, lse_b):
     _must(out_a.shape == out_b.shape, "merge_attention", "out_b", f"have the shape of out_a {tuple(out_a.shape)}",
           tuple(out_b.shape))  # fmt: skip
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+# ------------------------------------------------------------------------------------------- a layer as one op
+
+
+def decoder_layer(
+    x: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, block_table: Tensor, seq_lens: Tensor,
+    cu_seqlens_q: Tensor, *, norm_1: tuple, qkv: tuple, out: tuple, norm_2: tuple, up: tuple, down: tuple,
+    gate: tuple = (None, None), n_heads: int, n_kv_heads: int | None = None, norm: str = "layer_norm",
+    eps: float = 1e-5, activation: str = "gelu", window_left: int = -1,
+    rope: tuple[Tensor, Tensor, Tensor] | None = None, max_seqlen_q: int | None = None,
+) -> Tensor:  # fmt: skip
+    """A layer of a decoder over the paged cache: what a model does to `x` in one step, as one call.
+
+    `x = x + attention(norm_1(x))`, then `x + mlp(norm_2(x))`: to the bit what the separate ops give, without the time
+    between them, which in a step of decode is as long as a product.
+
+    Args:
+        x: (total, C), the rows of all sequences; cu_seqlens_q (B + 1) int32 says whose is which.
+        key_cache, value_cache, slot_mapping, rope: as in `qkv_projection_to_cache`, which writes to the caches.
+        block_table, seq_lens, cu_seqlens_q, max_seqlen_q: as in `paged_attention`, which is causal here.
+        norm_1, qkv, out, norm_2, up, down, gate: (weight, bias or None) each; a weight of a product may be packed. qkv
+            is fused as in `qkv_projection`; out, up, down and gate have shapes (C, n_heads D), (I, C), (C, I), (I, C).
+            With gate the MLP is `down(activation(gate(y)) * up(y))`, without it `down(activation(up(y)))`.
+        norm: "layer_norm" or "rms_norm", which has no bias, with `eps`.
+        activation: "gelu", "gelu_tanh" or "silu".
+        window_left: a query sees at most this many keys before its own; -1 = all.
+    Returns:
+        (total, C), contiguous.
+
+    >>> import torch, attn_ext
+    >>> k_cache, v_cache = torch.zeros(2, 1, 4, 2, 8)  # a block of 4 slots
+    >>> lens, cu = torch.tensor([3], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    >>> table, slots = torch.zeros(1, 1, dtype=torch.int32), torch.arange(3)
+    >>> shapes = {"qkv": (48, 16), "out": (16, 16), "up": (64, 16), "down": (16, 64)}
+    >>> weights = {name: (torch.randn(shape), None) for name, shape in shapes.items()}
+    >>> ones = (torch.ones(16), None)
+    >>> x = torch.randn(3, 16)
+    >>> y = attn_ext.decoder_layer(
+    ...     x, k_cache, v_cache, slots, table, lens, cu, norm_1=ones, norm_2=ones, **weights, n_heads=2
+    ... )
+    >>> y.shape
+    torch.Size([3, 16])
+    """
+    cos, sin, positions = (None, None, None) if rope is None else rope
+    return _ops.decoder_layer.default(
+        x, *norm_1, *qkv, *out, *norm_2, *gate, *up, *down, key_cache, value_cache, slot_mapping, block_table, seq_lens,
+        cu_seqlens_q, max_seqlen_q, n_heads=n_heads, n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
+        norm=norm, eps=eps, activation=activation, window_left=window_left, rope_cos=cos, rope_sin=sin,
+        positions=positions,
+    )  # fmt: skip
+
+
+@_fake("decoder_layer")
+def _(x, norm_1, norm_1_bias, qkv, qkv_bias, out, out_bias, norm_2, norm_2_bias, gate, gate_bias, up, up_bias, down,
+      down_bias, key_cache, value_cache, slot_mapping, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, *, n_heads,
+      n_kv_heads, norm, eps, activation, window_left=-1, rope_cos=None, rope_sin=None, positions=None):  # fmt: skip
+    op = "decoder_layer"
+    _must(x.dim() == 2, op, "x", "have shape (total, C)", tuple(x.shape))
+    _must_share_device(op, x=x, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping,
+                       block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, cos=rope_cos,
+                       sin=rope_sin, positions=positions)  # fmt: skip
+    _must_share_dtype(op, x=x, key_cache=key_cache, value_cache=value_cache)
+    _must_be_fused_weight(op, x, qkv, qkv_bias, n_heads, n_kv_heads)
+    for weight, bias in ((norm_1, norm_1_bias), (norm_2, norm_2_bias)):
+        _fake_norm(op, x, weight, bias, eps)
+    inner = _must_be_product(op, x, up, up_bias)
+    if gate is not None:
+        _must_be_product(op, x, gate, gate_bias)
+    _must_be_product(op, x.new_empty(len(x), n_heads * key_cache.shape[-1]), out, out_bias)
+    _must_be_product(op, x.new_empty(len(x), inner), down, down_bias)
+    return x.new_empty(x.shape)
 
 
 # ------------------------------------------------------------------------------------------------ the cache

@@ -20,6 +20,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "copy_blocks",
+    "decoder_layer",
     "layer_norm",
     "linear",
     "masked_softmax",
@@ -421,6 +422,43 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
 
 
 # ------------------------------------------------------------------------------------------------ the cache
+
+
+def decoder_layer(
+    x, key_cache, value_cache, slot_mapping, block_table, seq_lens, cu_seqlens_q, *, norm_1, qkv, out, norm_2, up, down,
+    gate=(None, None), n_heads, n_kv_heads=None, norm="layer_norm", eps=1e-5, activation="gelu", window_left=-1,
+    rope=None, max_seqlen_q=None,
+):  # fmt: skip
+    """`x = x + attention(norm_1(x))`, then `x + mlp(norm_2(x))`, over a paged cache.
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> eye, ones, cache = (torch.eye(2), None), (torch.ones(2), None), torch.zeros(1, 1, 1, 2)
+    >>> ints = [torch.tensor(values, dtype=torch.int32) for values in ([[0]], [1], [0, 1])]
+    >>> reference.decoder_layer(
+    ...     torch.tensor([[1.0, -1.0]]), cache, cache.clone(), torch.tensor([0]), *ints, n_heads=1, activation="silu",
+    ...     norm_1=ones, qkv=(torch.eye(2).repeat(3, 1), None), out=eye, norm_2=ones, up=eye, down=eye,
+    ... ).round(decimals=2)
+    tensor([[ 2.7300, -2.2700]])
+    """
+
+    def normed(y, weight, bias):
+        return rms_norm(y, weight, eps) if norm == "rms_norm" else layer_norm(y, weight, bias, eps)
+
+    q = qkv_projection_to_cache(
+        normed(x, *norm_1), *qkv, key_cache, value_cache, slot_mapping, n_heads=n_heads, n_kv_heads=n_kv_heads,
+        rope=rope,
+    )  # fmt: skip
+    seen = paged_attention(
+        q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q=cu_seqlens_q, window=(window_left, -1)
+    )
+    x = linear(seen.flatten(-2), *out, residual=x)
+    y = normed(x, *norm_2)
+    if gate[0] is None:
+        h = linear(y, *up, activation=activation)
+    else:
+        h = linear(y, *up, multiply=linear(y, *gate, activation=activation))
+    return linear(h, *down, residual=x)
 
 
 def append_kv(key, value, key_cache, value_cache, slot_mapping):

@@ -1,6 +1,7 @@
 // attention, attention_varlen, paged_attention and merge_attention: checks and outputs.
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "ops/launch.h"
 #include "ops/ops.h"
@@ -239,11 +240,10 @@ OutAndLse attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Te
   return result;
 }
 
-OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens,
-                          OptionalTensor cu_seqlens_q, std::optional<int64_t> max_seqlen_q, bool causal,
-                          std::optional<double> scale, int64_t window_left, int64_t window_right, double softcap,
-                          OptionalTensor alibi_slopes, OptionalTensor sinks, OptionalTensor mask, OptionalTensor bias) {
-  const Checker c{"paged_attention"};
+// The work of both forms of paged_attention. `before` is called once all arguments are checked.
+static OutAndLse paged_attention(const Checker& c, Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table,
+                                 Tensor seq_lens, OptionalTensor cu_seqlens_q, std::optional<int64_t> max_seqlen_q,
+                                 Options options, const std::function<void()>& before) {
   const bool ragged = cu_seqlens_q.has_value();
   c.rank(q, "q", ragged ? 3 : 4, ragged ? "(total, H, D) with cu_seqlens_q" : "(B, Tq, H, D) without cu_seqlens_q");
   c.caches(key_cache, value_cache, Checker::Caches::read);
@@ -267,7 +267,6 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
   p.Hkv = key_cache.size(2);
   p.D = key_cache.size(3);
   p.block_size = key_cache.size(1);
-  Options options{causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, mask, bias};
   std::optional<Indices<int32_t>> cu_q;
   if (ragged) {
     p.total_q = q.size(0);
@@ -314,8 +313,29 @@ OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor
   set_queries(q, p);
   set_keys_and_values(key_cache, value_cache, p);
   const auto result = make_outputs(q, p);
+  if (before) before();
   if (q.numel() > 0) run(c.op, q, p);
   return result;
+}
+
+OutAndLse paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor seq_lens,
+                          OptionalTensor cu_seqlens_q, std::optional<int64_t> max_seqlen_q, bool causal,
+                          std::optional<double> scale, int64_t window_left, int64_t window_right, double softcap,
+                          OptionalTensor alibi_slopes, OptionalTensor sinks, OptionalTensor mask, OptionalTensor bias) {
+  return paged_attention({"paged_attention"}, q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q,
+                         max_seqlen_q,
+                         {causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, mask, bias}, nullptr);
+}
+
+Tensor paged_attention_after(const Checker& c, Tensor q, Tensor key_cache, Tensor value_cache, Tensor block_table,
+                             Tensor seq_lens, Tensor cu_seqlens_q, std::optional<int64_t> max_seqlen_q,
+                             int64_t window_left, const std::function<void()>& before) {
+  Options options{};
+  options.causal = true;
+  options.window_left = window_left;
+  options.window_right = -1;
+  return std::get<0>(paged_attention(c, q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
+                                     options, before));
 }
 
 OutAndLse merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) {

@@ -10,23 +10,24 @@ struct WeightSizes {
   bool packed;
   int64_t N, K;
 
-  WeightSizes(const Checker& c, const Tensor& weight, const char* layout) : packed(weight.dim() == 4) {
+  WeightSizes(const Checker& c, const Tensor& weight, const char* layout, const char* name = "weight")
+      : packed(weight.dim() == 4) {
     if (!packed) {
-      ATTN_EXT_CHECK(c, weight.dim() == 2, "weight",
-                     std::string("have shape ") + layout + " or be packed by pack_weight", to_string(shape_of(weight)));
+      ATTN_EXT_CHECK(c, weight.dim() == 2, name, std::string("have shape ") + layout + " or be packed by pack_weight",
+                     to_string(shape_of(weight)));
       N = weight.size(0);
       K = weight.size(1);
       return;
     }
-    ATTN_EXT_CHECK(c, !weight.is_cuda(), "weight", std::string("have shape ") + layout + " on a CUDA device",
+    ATTN_EXT_CHECK(c, !weight.is_cuda(), name, std::string("have shape ") + layout + " on a CUDA device",
                    "one packed for the CPU, " + to_string(shape_of(weight)));
     const ScalarType dtype = weight.scalar_type();
     const int64_t P = dtype == ScalarType::BFloat16 || dtype == ScalarType::Half ? 2 : 1;
-    ATTN_EXT_CHECK(c, weight.size(2) == 16 && weight.size(3) == P, "weight",
+    ATTN_EXT_CHECK(c, weight.size(2) == 16 && weight.size(3) == P, name,
                    "be packed in its present dtype (" + to_string(dtype) + ": shape (N / 16, K" +
                        (P == 2 ? " / 2" : "") + ", 16, " + std::to_string(P) + "))",
                    to_string(shape_of(weight)));
-    ATTN_EXT_CHECK(c, weight.is_contiguous(), "weight", "be contiguous when it is packed", "another layout");
+    ATTN_EXT_CHECK(c, weight.is_contiguous(), name, "be contiguous when it is packed", "another layout");
     N = weight.size(0) * 16;
     K = weight.size(1) * P;
   }
@@ -68,6 +69,8 @@ struct Product {
   }
 };
 
+}  // namespace
+
 Activation activation_of(const Checker& c, const std::optional<std::string>& name) {
   if (!name) return Activation::none;
   if (*name == "gelu") return Activation::gelu;
@@ -75,6 +78,21 @@ Activation activation_of(const Checker& c, const std::optional<std::string>& nam
   if (*name == "silu") return Activation::silu;
   c.fail("activation", "be None, 'gelu', 'gelu_tanh' or 'silu'", "'" + *name + "'");
 }
+
+int64_t check_product(const Checker& c, const Tensor& x, int64_t K, const char* name, const Tensor& weight,
+                      const OptionalTensor& bias, std::optional<int64_t> N) {
+  const WeightSizes sizes(c, weight, "(N, K)", name);
+  ATTN_EXT_CHECK(c, sizes.K == K && sizes.N == N.value_or(sizes.N), name,
+                 "be a weight (" + (N ? std::to_string(*N) : "N") + ", " + std::to_string(K) + "), plain or packed",
+                 to_string(shape_of(weight)));
+  const std::string bias_name = std::string(name) + "'s bias";
+  if (bias) c.shape(*bias, bias_name.c_str(), {sizes.N}, "(N,)");
+  c.same_device(x, "x", {{name, &weight}, {bias_name.c_str(), given(bias)}});
+  c.same_dtype({{"x", &x}, {name, &weight}, {bias_name.c_str(), given(bias)}});
+  return sizes.N;
+}
+
+namespace {
 
 // (H + 2 Hkv) D rows of the fused weight -> D
 int64_t head_dim(const Checker& c, const Tensor& weight, int64_t n_heads, int64_t n_kv_heads) {
@@ -132,7 +150,14 @@ Tensor qkv_projection(Tensor x, Tensor weight, OptionalTensor bias, int64_t n_he
 Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Tensor key_cache, Tensor value_cache,
                                Tensor slot_mapping, int64_t n_heads, int64_t n_kv_heads, OptionalTensor rope_cos,
                                OptionalTensor rope_sin, OptionalTensor positions) {
-  const Checker c{"qkv_projection_to_cache"};
+  return project_to_cache({"qkv_projection_to_cache"}, x, weight, bias, key_cache, value_cache, slot_mapping, n_heads,
+                          n_kv_heads, rope_cos, rope_sin, positions, std::nullopt);
+}
+
+Tensor project_to_cache(const Checker& c, Tensor x, Tensor weight, OptionalTensor bias, Tensor key_cache,
+                        Tensor value_cache, Tensor slot_mapping, int64_t n_heads, int64_t n_kv_heads,
+                        OptionalTensor rope_cos, OptionalTensor rope_sin, OptionalTensor positions,
+                        OptionalTensor into) {
   const int64_t D = head_dim(c, weight, n_heads, n_kv_heads);
   c.same_device(x, "x",
                 {{"key_cache", &key_cache},
@@ -189,7 +214,7 @@ Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Ten
   Shape shape = product.leading;
   shape.push_back(n_heads);
   shape.push_back(D);
-  Tensor q = new_tensor(x, shape);
+  Tensor q = into ? *into : new_tensor(x, shape);
   p.q = q.mutable_data_ptr();
   p.key_cache = key_cache.mutable_data_ptr();
   p.value_cache = value_cache.mutable_data_ptr();

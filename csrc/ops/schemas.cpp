@@ -32,6 +32,13 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
       "Tensor? cu_seqlens_q=None, SymInt? max_seqlen_q=None, bool causal=True, float? scale=None, int window_left=-1, "
       "int window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? mask=None, "
       "Tensor? bias=None) -> (Tensor out, Tensor lse)");
+  m.def(
+      "decoder_layer(Tensor x, Tensor norm_1, Tensor? norm_1_bias, Tensor qkv, Tensor? qkv_bias, Tensor out, "
+      "Tensor? out_bias, Tensor norm_2, Tensor? norm_2_bias, Tensor? gate, Tensor? gate_bias, Tensor up, "
+      "Tensor? up_bias, Tensor down, Tensor? down_bias, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+      "Tensor slot_mapping, Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q, SymInt? max_seqlen_q, *, "
+      "int n_heads, int n_kv_heads, str norm, float eps, str activation, int window_left=-1, "
+      "Tensor? rope_cos=None, Tensor? rope_sin=None, Tensor? positions=None) -> Tensor");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
   m.def("append_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()");
   m.def("copy_blocks(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_pairs) -> ()");
@@ -50,6 +57,7 @@ static void implement(Library& m) {
   m.impl("attention", TORCH_BOX(&ops::attention));
   m.impl("attention_varlen", TORCH_BOX(&ops::attention_varlen));
   m.impl("paged_attention", TORCH_BOX(&ops::paged_attention));
+  m.impl("decoder_layer", TORCH_BOX(&ops::decoder_layer));
   m.impl("merge_attention", TORCH_BOX(&ops::merge_attention));
   m.impl("append_kv", TORCH_BOX(&ops::append_kv));
   m.impl("copy_blocks", TORCH_BOX(&ops::copy_blocks));

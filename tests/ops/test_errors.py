@@ -348,3 +348,30 @@ def test_meta_tensors_are_checked():
         attn_ext.rms_norm(q, q.new_empty(7))
     with pytest.raises(RuntimeError, match="^layer_norm: x, weight, bias must have the same dtype"):
         attn_ext.layer_norm(q, q.new_empty(8), q.new_empty(8).half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, F64], ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("eps", [-1e-5, -INF, INF, NAN, 1e39, -1e-40])
+def test_meta_tensors_are_refused_for_their_eps_with_the_same_line(eps, dtype):
+    x, weight = randn(2, 8, dtype=dtype), randn(8, dtype=dtype)
+    for norm in (attn_ext.rms_norm, attn_ext.layer_norm):
+        if eps == 1e39 and dtype == F64:
+            norm(x.to("meta"), weight.to("meta"), eps=eps)
+            continue
+        assert_same_error(norm, x, weight, eps=eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_meta_tensors_are_refused_for_a_packed_weight_with_the_same_line(dtype):
+    x, packed = randn(3, 8, dtype=dtype), attn_ext.pack_weight(randn(48, 8, dtype=dtype))
+    for wrong in (packed.transpose(0, 1).contiguous().transpose(0, 1), packed[::2], packed[:, :, :8], packed[..., :0]):
+        assert_same_error(attn_ext.linear, x, wrong)
+        assert_same_error(attn_ext.qkv_projection, x, wrong, n_heads=1)
+
+
+def assert_same_error(op, *args, **kwargs):
+    with pytest.raises(RuntimeError) as real:
+        op(*args, **kwargs)
+    meta = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") for a in args]
+    with pytest.raises(RuntimeError, match=f"^{re.escape(str(real.value))}$"):
+        op(*meta, **kwargs)

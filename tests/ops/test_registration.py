@@ -12,8 +12,8 @@ import attn_ext
 INT32 = torch.int32
 OPS = torch.ops.attn_ext
 NAMES = [
-    "append_kv", "attention", "attention_varlen", "copy_blocks", "layer_norm", "linear", "masked_softmax",
-    "merge_attention", "paged_attention", "qkv_projection", "qkv_projection_to_cache", "rms_norm",
+    "append_kv", "attention", "attention_varlen", "copy_blocks", "decoder_layer", "layer_norm", "linear",
+    "masked_softmax", "merge_attention", "paged_attention", "qkv_projection", "qkv_projection_to_cache", "rms_norm",
 ]  # fmt: skip
 
 
@@ -56,6 +56,9 @@ def _inputs() -> list[tuple[str, tuple, dict]]:
     rope = {"rope_cos": randn(7, 4), "rope_sin": randn(7, 4), "positions": torch.tensor([0, 6, 2])}
     q = randn(2, 3, 4, 8)
     lse = randn(2, 4, 3)
+    layer = x[0, :3], randn(16), None, weight, None, randn(16, 32), None, randn(16), None
+    step = *caches, slots, table, lens, ints(0, 2, 3), 2
+    options = {**heads, "norm": "layer_norm", "eps": 1e-5, "activation": "gelu"}
     return [
         ("linear", (x, weight), {}),
         ("linear", (x, weight, bias), {"activation": "gelu", "residual": randn(3, 5, 64)}),
@@ -70,6 +73,9 @@ def _inputs() -> list[tuple[str, tuple, dict]]:
         ("qkv_projection_to_cache", (x[0, :3], attn_ext.pack_weight(weight), bias, *caches, slots), heads),
         *(("qkv_projection_to_cache", (x[0, :3], weight, bias, *c, slots), heads) for c in (caches, hnd)),
         ("qkv_projection_to_cache", (x[0, :3], weight, None, *both, slots), {**heads, **rope}),
+        ("decoder_layer", (*layer, None, None, randn(32, 16), None, randn(16, 32), None, *step), options),
+        ("decoder_layer", (*layer, randn(32, 16), None, randn(32, 16), None, randn(16, 32), None, *step),
+         {**options, "norm": "rms_norm", "activation": "silu", "window_left": 3, **rope}),
         ("rms_norm", (x, randn(16)), {}),
         ("rms_norm", (x.transpose(0, 1).bfloat16(), randn(16).bfloat16(), 1e-6), {}),
         ("rms_norm", (randn(0, 16), randn(16)), {}),
@@ -132,7 +138,7 @@ def test_in_place_arguments_are_declared():
     for name in NAMES:
         schema = getattr(OPS, name).default._schema
         written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        writes = name in ("append_kv", "copy_blocks", "qkv_projection_to_cache")
+        writes = name in ("append_kv", "copy_blocks", "decoder_layer", "qkv_projection_to_cache")
         assert written == (["key_cache", "value_cache"] if writes else []), str(schema)
         assert all(r.alias_info is None for r in schema.returns), str(schema)
 
