@@ -1,9 +1,9 @@
 // Fused GEMM in bfloat16 on AMX tiles: y = act(x W^T + bias) * multiply + residual, and the QKV projection whose k and
 // v go straight to the cache. The other types run on the avx512 kernels.
 //
-// Each output is one sum over k, 32 at a time in ascending order, the same for every M, N and task, for plain and packed
-// weights. A worker takes a block of rows, copies it to tiles, and multiplies it by groups of columns; the sums of a
-// group stay in tile registers over all of k.
+// Each output is one sum over k, 32 at a time in ascending order, the same for every M, N and task, for plain and
+// packed weights. A worker takes a block of rows, copies it to tiles, and multiplies it by groups of columns; the sums
+// of a group stay in tile registers over all of k.
 //
 //   rows of x   left tiles   right tiles   sums    loads a product
 //   17 and more x            W^T           2 x 2   1      tiles of x and W^T from L2: 45 bytes a cycle are the limit
@@ -26,6 +26,8 @@ constexpr int64_t kChunkColumns = 256;         // at least, of what a worker tak
 constexpr int64_t kPrefetchTiles = 8;          // a stream of W is asked for this far ahead, into L2
 
 int64_t padded_k(const LinearParams& p) { return round_up(p.K, tmm::kDepth); }
+// Bytes from one output's part of the weight to the next.
+int64_t weight_stride(const LinearParams& p) { return (p.packed ? p.K : p.weight_stride) * int64_t(sizeof(bf16)); }
 int64_t steps_of(const LinearParams& p) { return ceil_div(p.K, tmm::kDepth); }
 
 // ------------------------------------------------------------------------------------------------ the products
@@ -82,7 +84,8 @@ struct Plan {
   int64_t column_parts, part_groups, chunk_groups;
   int64_t ld;  // of the sums of a group
 
-  Plan(const LinearParams& p, int64_t group_columns, int workers) : few(p.M <= tmm::kRows), group_columns(group_columns) {
+  Plan(const LinearParams& p, int64_t group_columns, int workers)
+      : few(p.M <= tmm::kRows), group_columns(group_columns) {
     groups = ceil_div(p.N, group_columns);
     x_left = !few || p.packed || p.K % tmm::kDepth != 0 || p.N % kColumns != 0 || group_columns % kColumns != 0;
     const bool tiny = p.M * p.N < 256 || p.M * p.N * p.K < 65536;
@@ -198,6 +201,12 @@ void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, in
   float* finished = sums + buffer;
   int64_t row = 0, left = 0;  // of `finished`
   Group finished_group(p, 0, 0);
+  // The next group's part of the weight, which follows this one's, comes to L2 meanwhile.
+  const int64_t weight_lines = plan.group_columns * weight_stride(p) / 64;
+  const int64_t visits = ceil_div(count, kPairRows) * ceil_div(plan.ld, 2 * kColumns) * max_of<int64_t>(steps, 1);
+  const int64_t lines_per_step = ceil_div(weight_lines, visits);
+  const char* ahead = nullptr;
+  const char* ahead_end = nullptr;
   const auto finish_some = [&](int64_t rows) {
     for (; rows > 0 && left > 0; --rows, --left, ++row, finished += plan.ld)
       finish(finished + finished_group.offset, row, finished_group);
@@ -205,14 +214,21 @@ void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, in
   for (int64_t g = begin; g < end; ++g) {
     const Group group(p, g * plan.group_columns, min_of(plan.group_columns, p.N - g * plan.group_columns));
     const Right right = right_of(p, group, s);
+    if (g + 1 < plan.groups) {
+      ahead = static_cast<const char*>(p.weight) + (group.n + group.columns) * weight_stride(p);
+      ahead_end = ahead + min_of(plan.group_columns, p.N - group.n - group.columns) * weight_stride(p);
+    }
     for (int64_t r = 0; r < count; r += kPairRows) {
       const char* x = s.x + r / kPairRows * steps * 2 * tmm::kBytes;
       const bool pair = count - r > tmm::kRows;
       for (int64_t c = 0; c < group.tiles; c += 2) {
         const auto run = [&](auto rows, auto columns) {
           multiply_tiles<decltype(rows)::value, decltype(columns)::value>(
-              steps, x, right.base + c * right.stride, right.stride, sums + c * kColumns, plan.ld,
-              [&](int64_t) { finish_some(per_step); });
+              steps, x, right.base + c * right.stride, right.stride, sums + c * kColumns, plan.ld, [&](int64_t) {
+                for (int64_t i = 0; i < lines_per_step && ahead < ahead_end; ++i, ahead += 64)
+                  __builtin_prefetch(ahead, 0, 2);
+                finish_some(per_step);
+              });
         };
         if (group.tiles - c > 1)
           pair ? run(Constant<2>{}, Constant<2>{}) : run(Constant<1>{}, Constant<2>{});
@@ -246,7 +262,8 @@ tmm::Shapes few_shapes(int64_t rows, bool x_left) {
 
 // sums (rows, C tiles) = x times C tiles of W^T. Tiles of x are `x_tile` bytes.
 template <int C>
-ATTN_INLINE void multiply_few(int64_t steps, const char* x, int64_t x_tile, const Right& right, float* sums, int64_t ld) {
+ATTN_INLINE void multiply_few(int64_t steps, const char* x, int64_t x_tile, const Right& right, float* sums,
+                              int64_t ld) {
   each<C>([&](auto c) { tmm::zero<decltype(c)::value>(); });
   for (int64_t i = 0; i < steps; ++i) {
     // Past the end of a column, whose neighbour is multiplied beside it, go to the one that will follow it.
@@ -261,7 +278,9 @@ ATTN_INLINE void multiply_few(int64_t steps, const char* x, int64_t x_tile, cons
       tmm::dot<decltype(c)::value, 4, b>();
     });
   }
-  each<C>([&](auto c) { tmm::store<decltype(c)::value>(sums + decltype(c)::value * kColumns, ld * int64_t(sizeof(float))); });
+  each<C>([&](auto c) {
+    tmm::store<decltype(c)::value>(sums + decltype(c)::value * kColumns, ld * int64_t(sizeof(float)));
+  });
 }
 
 // The same by a plain weight, rows of C times 16 outputs where they are; xt: tiles of x^T.
@@ -368,6 +387,21 @@ int64_t scratch_bytes(const LinearParams& p, int64_t group_columns, int workers)
   return plan.parts() * int64_t(sizeof(Taken)) + workers * round_up(Scratch::bytes(p, plan), 64);
 }
 
+// What becomes of a row of sums.
+struct LinearRows {
+  const LinearParams& p;
+  void operator()(float* sums, int64_t m, const Group& group) const {
+    finish_linear_row<bf16>(p, m, group.n, group.columns, sums);
+  }
+};
+
+struct QkvRows {  // a group of columns is one head, so that rotation pairs meet in one row of sums
+  const QkvToCacheParams& p;
+  void operator()(float* sums, int64_t token, const Group& group) const {
+    finish_qkv_row<bf16>(p, token, group.n / p.D, sums);
+  }
+};
+
 int64_t linear_group(const LinearParams& p) { return p.M <= tmm::kRows ? kFewColumns : kLinearColumns; }
 
 }  // namespace
@@ -380,9 +414,7 @@ int64_t linear_workspace(const LinearParams& p, int workers) {
 
 void linear(const LinearParams& p, const Launch& launch) {
   if (p.dtype != DType::bf16) return avx512::linear(p, launch);
-  for_each_row(p, linear_group(p), launch, [&](float* sums, int64_t m, const Group& group) {
-    finish_linear_row<bf16>(p, m, group.n, group.columns, sums);
-  });
+  for_each_row(p, linear_group(p), launch, LinearRows{p});
 }
 
 int64_t qkv_to_cache_workspace(const QkvToCacheParams& p, int workers) {
@@ -391,10 +423,7 @@ int64_t qkv_to_cache_workspace(const QkvToCacheParams& p, int workers) {
 
 void qkv_to_cache(const QkvToCacheParams& p, const Launch& launch) {
   if (p.gemm.dtype != DType::bf16) return avx512::qkv_to_cache(p, launch);
-  // A group of columns is one head, so that rotation pairs meet in one row of sums.
-  for_each_row(p.gemm, p.D, launch, [&](float* sums, int64_t token, const Group& group) {
-    finish_qkv_row<bf16>(p, token, group.n / p.D, sums);
-  });
+  for_each_row(p.gemm, p.D, launch, QkvRows{p});
 }
 
 }  // namespace attn_ext::ATTN_EXT_ISA
