@@ -1,10 +1,10 @@
 // What the attention kernels share: how a problem falls into tiles of query rows, steps of keys and splits; which
 // keys a row sees; how states of splits become an output. A kernel adds its products: see Scratch below.
 //
-// A tile is query rows of one KV head, as many as a kernel likes: some tokens times the query heads that share the head.
-// It walks the keys in steps of 64 and keeps a softmax state per row. Keys are cut in splits of 512; every split starts a new
-// state, and the states are merged in ascending order, whether one worker walks all splits or many share them.
-// Steps and splits begin at absolute multiples, and an unseen key changes nothing, so a row's bits depend on its
+// A tile is query rows of one KV head, as many as a kernel likes: some tokens times the query heads that share the
+// head. It walks the keys in steps of 64 and keeps a softmax state per row. Keys are cut in splits of 512; every split
+// starts a new state, and the states are merged in ascending order, whether one worker walks all splits or many share
+// them. Steps and splits begin at absolute multiples, and an unseen key changes nothing, so a row's bits depend on its
 // own keys only: not on the tile, the batch, the pages, the chunk of a prefill, or the number of workers.
 #pragma once
 
@@ -13,8 +13,8 @@
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
-constexpr int64_t kStep = 64;     // keys
-constexpr int64_t kSplit = 512;   // keys
+constexpr int64_t kStep = 64;    // keys
+constexpr int64_t kSplit = 512;  // keys
 constexpr int64_t kFewest = 64;  // query rows that tiles are cut down to where there are few tiles
 
 static_assert(kSplit % kStep == 0);
