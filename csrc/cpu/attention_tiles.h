@@ -238,7 +238,7 @@ bool step_is_plain(const AttentionParams& p, const Tile& t, int64_t first) {
 //   load_queries(p, t)           begins tile t
 //   begin_split(t)               nothing seen of the split, out is 0
 //   add_step(p, t, first)        adds the keys first .. first + kStep - 1
-//   end_split(p, t)                 leaves the split's state in split_state and out
+//   end_split(p, t)              leaves the split's state in split_state and out
 
 // State and weighted values over the keys of split number `split`.
 template <class Scratch>

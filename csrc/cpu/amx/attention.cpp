@@ -1,16 +1,18 @@
 // Exact attention in bfloat16 on AMX tiles; the other types run on the avx512 kernel. attention_tiles.h says how a
 // problem is cut.
 //
-// Scores are computed transposed, 64 keys x 16 query rows at a time:
+// Scores are computed transposed, 64 keys x a pair of blocks of 16 query rows at a time:
 //
-//   S^T (keys, rows)  = K (keys, D) . Q^T (D, rows)         K as it lies in memory, where its rows allow that
+//   S^T (keys, rows)  = K (keys, D) . Q^T (D, rows)
 //   P^T (keys, rows)  = 2^(c (S^T - max))                   in vectors whose lanes are the query rows
-//   O^T (D, rows)    += V^T (D, keys) . P^T (keys, rows)    V is transposed once a step
+//   O^T (D, rows)    += V^T (D, keys) . P^T (keys, rows)
 //
-// So the maximum and the sum of a row are lanes of vectors that run down the keys, and no lane meets another. The
-// products of the next 16 rows are issued before the softmax of these: tiles and vectors work at the same time.
+// So the maximum and the sum of a row are lanes of vectors that run down the keys, and no lane meets another. The keys
+// of a split are copied and its values transposed once for all rows of a tile, up to 1024; then one pair of blocks
+// after the other walks them. While the weights of one step are computed, the products of the step before and of the
+// step after are issued between them. Up to 16 rows (decode) have a way of their own, which transposes no values.
 //
-// tile registers   S^T: 0 .. 3 sums, 4 Q^T, 5 6 7 K       O^T: 0 .. 3 sums, 4 5 P^T, 6 7 V^T
+// tile registers   S^T: 0 .. 3 sums, 4 5 K, 6 7 Q^T       O^T: 0 1 sums, 2 3 V^T, 4 .. 7 P^T
 #include "cpu/amx/pack.h"
 #include "cpu/attention_tiles.h"
 #include "cpu/kernels.h"
@@ -18,12 +20,11 @@
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
-constexpr int64_t kLanes = 16;                       // query rows of a block
-constexpr int64_t kKeyTiles = kStep / tmm::kRows;    // of S^T in a block
-constexpr int64_t kHalves = kStep / tmm::kDepth;     // of P^T in a block, and of the keys of V^T
-constexpr int64_t kSteps = kSplit / kStep;           // of a split
-constexpr int64_t kScores = kStep * kLanes;          // floats in S^T of a block
-constexpr int64_t kWeights = kHalves * tmm::kBytes;  // bytes of P^T of a block
+constexpr int64_t kLanes = 16;                     // query rows of a block
+constexpr int64_t kKeyTiles = kStep / tmm::kRows;  // of S^T in a block
+constexpr int64_t kHalves = kStep / tmm::kDepth;   // of P^T in a block, and of the keys of V^T
+constexpr int64_t kSteps = kSplit / kStep;         // of a split
+constexpr int64_t kScores = kStep * kLanes;        // floats in S^T of a block
 
 static_assert(kKeyTiles == 4 && kHalves == 2 && W<float> == kLanes);
 
@@ -56,8 +57,8 @@ struct Scratch {
   char* q;             // (kBlocks, D / 32) tiles of Q^T
   char* keys;          // (kSteps, kKeyTiles, D / 32) tiles of K
   char* values;        // (kSteps, D / 16, kHalves) tiles of V^T
-  char* finite;        // the same without NaN and inf, of steps that have them
-  char* weights;       // (2, 2, kHalves) tiles of P^T of two pairs of blocks
+  char* finite;        // the same without NaN and inf, of steps that have them; O of few rows
+  char* weights;       // (kHalves) tiles of P of few rows
   float* scores;       // (2, 2, kStep, kLanes) S^T of two pairs of blocks
   bf16* value_rows;    // (kStep, D in whole tiles of K) values of a step
   BlockState* blocks;  // (2) of a pair
@@ -88,7 +89,7 @@ struct Scratch {
     };
     take(blocks, 2);
     take(scores, 4 * kScores);
-    take(weights, 4 * kWeights);
+    take(weights, kHalves * tmm::kBytes);
     take(keys, kSteps * key_bytes());
     take(values, kSteps * value_bytes());
     take(finite, kSteps * value_bytes());
@@ -112,16 +113,33 @@ struct Scratch {
 int64_t blocks_of(const Tile& t) { return ceil_div(t.rows, kLanes); }
 int64_t pairs_of(const Tile& t) { return ceil_div(t.rows, 2 * kLanes); }
 
+// The rows of a tile in order, without a division for each.
+struct RowCursor {
+  const Tile& t;
+  int64_t row = 0, token, head;
+
+  explicit RowCursor(const Tile& tile) : t(tile), token(tile.first_token), head(tile.first_head) {}
+  ATTN_INLINE void next() {  // stays at the last
+    if (++row >= t.rows) return;
+    if (++head < t.first_head + t.heads) return;
+    head = t.first_head;
+    ++token;
+  }
+};
+
+// Asks for a row of the next block while this one is worked on: rows lie far apart.
+ATTN_INLINE void prefetch_row(const bf16* row, int64_t D) {
+  for (int64_t d = 0; d < D; d += tmm::kDepth) __builtin_prefetch(row + d, 0, 2);
+}
+
 void Scratch::load_queries(const AttentionParams& p, const Tile& t) {
   const bf16* from = static_cast<const bf16*>(p.q) + t.seq.q_offset;
-  int64_t token = t.first_token, head = t.first_head;
-  for (int64_t b = 0; b < 2 * pairs_of(t); ++b) {  // what a pair lacks are copies of the last row
+  RowCursor cursor(t);
+  for (int64_t b = 0; b < states(t.rows); ++b) {  // what a pair lacks are copies of the last row
     const bf16* rows[kLanes];
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      rows[lane] = from + token * p.q_row_stride + head * p.q_head_stride;
-      if (b * kLanes + lane + 1 >= t.rows || ++head < t.first_head + t.heads) continue;
-      head = t.first_head;
-      ++token;
+    for (int64_t lane = 0; lane < kLanes; ++lane, cursor.next()) {
+      rows[lane] = from + cursor.token * p.q_row_stride + cursor.head * p.q_head_stride;
+      prefetch_row(rows[lane] + ceil_div(kLanes, t.heads) * p.q_row_stride, p.D);
     }
     const auto row = [&](int64_t lane) { return rows[lane]; };
     pack_right(kLanes, p.D, row, q + b * depth_tiles * tmm::kBytes);
@@ -134,11 +152,32 @@ void Scratch::load_queries(const AttentionParams& p, const Tile& t) {
 
 // --------------------------------------------------------------------------------------------- keys and values
 
-void stage_keys(const StepRows<bf16>& step, int64_t D, int64_t depth_tiles, char* to) {
+// The rows of a step that come next, asked for bit by bit: they lie far apart, where no hardware prefetcher looks, and
+// a burst of requests would only wait for itself.
+struct Ahead {
+  StepRows<bf16> step;
+  int64_t next = 0, count, bytes;
+
+  void begin(const AttentionParams& p, const Tile& t, int64_t first) {
+    step.locate(p, t, first);
+    next = 0;
+    count = 2 * step.count;
+    bytes = p.D * int64_t(sizeof(bf16));
+  }
+  ATTN_INLINE void ask(int64_t rows) {
+    for (const int64_t stop = min_of(count, next + rows); next < stop; ++next) {
+      const char* row = reinterpret_cast<const char*>(next < step.count ? step.k[next] : step.v[next - step.count]);
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+    }
+  }
+};
+
+void stage_keys(const StepRows<bf16>& step, int64_t D, int64_t depth_tiles, Ahead& ahead, char* to) {
   for (int64_t j = 0; j < kStep; j += tmm::kRows, to += depth_tiles * tmm::kBytes) {
     if (j + tmm::kRows > step.count) memset(to, 0, size_t(depth_tiles * tmm::kBytes));
     for (int64_t i = 0; i < min_of(tmm::kRows, step.count - j); ++i)
       pack_left_row(step.k[j + i], D, to + i * tmm::kRowBytes, tmm::kBytes);
+    ahead.ask(8);
   }
 }
 
@@ -178,9 +217,10 @@ void leave_out(int64_t stride, bf16* rows, LeftOut& left_out) {
 
 // to (D / 16, kHalves) tiles of V^T from the rows of a step. Two keys make pairs for 32 of D in two vectors: in a
 // quarter of the first 4 of D, in that of the second the next 4.
-void transpose_values(const bf16* rows, int64_t stride, int64_t D, char* to) {
+void transpose_values(const bf16* rows, int64_t stride, int64_t D, Ahead& ahead, char* to) {
   for (int64_t half = 0; half < kHalves; ++half) {
     for (int64_t d = 0; d < D; d += tmm::kDepth) {
+      ahead.ask(12);
       Vec<float> low[kLanes], high[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {
         const bf16* row = rows + (half * tmm::kDepth + 2 * i) * stride + d;
@@ -201,21 +241,27 @@ void transpose_values(const bf16* rows, int64_t stride, int64_t D, char* to) {
   }
 }
 
-// The NaN and inf that stage_values left out, for the rows of a block that do see them. scores is what weigh has left.
-void add_left_out_values(const StepRows<bf16>& step, int64_t D, const LeftOut& left_out, const float* scores,
+// Which rows of a block see the keys whose NaN and inf were left out; scores as finish_scores leaves them.
+void find_who_sees(const LeftOut& left_out, const float* scores, __mmask16* seen) {
+  for (int64_t i = 0; i < left_out.count; ++i)
+    seen[i] = _mm512_cmp_ps_mask((__m512)load(scores + left_out.keys[i] * kLanes), _mm512_set1_ps(-kInf), _CMP_NEQ_UQ);
+}
+
+// The NaN and inf that were left out, for the rows of a block that do see them.
+void add_left_out_values(const StepRows<bf16>& step, int64_t D, const LeftOut& left_out, const __mmask16* seen,
                          const char* weights, float* sums) {
   for (int64_t i = 0; i < left_out.count; ++i) {
+    if (!seen[i]) continue;
     const int64_t j = left_out.keys[i];
-    const IVec<float> seen = load(scores + j * kLanes) != splat(-kInf);
-    if (!_mm512_test_epi32_mask((__m512i)seen, (__m512i)seen)) continue;
     Vec<float> pairs;
     memcpy(&pairs, weights + j / 2 * tmm::kRowBytes, sizeof pairs);
     const Vec<float> weight = widen_half(bf16{}, pairs, j % 2);
     for (int64_t d = 0; d < D; ++d) {
-      const float value = to_accumulate(step.v[j][d]);
-      if (value - value == 0.0f) continue;
+      const uint16_t bits = step.v[j][d].bits;
+      if ((bits & 0x7f80) != 0x7f80) continue;
       float* sum = sums + d * kLanes;
-      store(sum, seen ? load(sum) + weight * splat(value) : load(sum));
+      const Vec<float> added = load(sum) + weight * widen(bf16{}, HalfBits{} + bits);
+      _mm512_mask_storeu_ps(sum, seen[i], (__m512)added);
     }
   }
 }
@@ -333,26 +379,6 @@ BlockTotal total_of(const BlockState& state, const AttentionParams& p, const Scr
 }
 
 // ------------------------------------------------------------------------------------------ a split, few rows
-
-// The rows of a step that come next, asked for bit by bit: they lie far apart, where no hardware prefetcher looks, and
-// a burst of requests would only wait for itself.
-struct Ahead {
-  StepRows<bf16> step;
-  int64_t next = 0, count, bytes;
-
-  void begin(const AttentionParams& p, const Tile& t, int64_t first) {
-    step.locate(p, t, first);
-    next = 0;
-    count = 2 * step.count;
-    bytes = p.D * int64_t(sizeof(bf16));
-  }
-  ATTN_INLINE void ask(int64_t rows) {
-    for (const int64_t stop = min_of(count, next + rows); next < stop; ++next) {
-      const char* row = reinterpret_cast<const char*>(next < step.count ? step.k[next] : step.v[next - step.count]);
-      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
-    }
-  }
-};
 
 // Keys that a tile can be loaded from where they are: 16 in order, in whole lines.
 bool keys_in_place(const AttentionParams& p, const Tile& t, const StepRows<bf16>& step, int64_t first) {
@@ -496,14 +522,16 @@ void attend_few(const AttentionParams& p, const Tile& t, int64_t number, Scratch
 // ----------------------------------------------------------------------------------------- a split, many rows
 
 // A pair of blocks at a step: what passes through the pipeline. Two of them are under way, in turn in either half of
-// scores and weights.
+// scores.
 struct Unit {
-  int64_t pair = -1;  // -1: none
-  int64_t step;       // of the split
-  bool first;         // of the pair in this split
-  char* weights;
-  float* scores;
+  int64_t pair = -1;   // -1: none
+  int64_t step;        // of the split
+  bool first;          // of the pair in this split
+  float* scores;       // (2, kStep, kLanes), S^T
   const char* values;  // V^T
+
+  // P^T of a block, over the scores it was made of: less to hold in the first cache.
+  char* weights(int64_t block) const { return reinterpret_cast<char*>(scores + block * kScores); }
 };
 
 struct Split {
@@ -557,11 +585,36 @@ void work(const Split& split, const Unit& before, const Unit& now, const Unit& n
         const V even = exp2_scaled(load(from) - base[i], c), odd = exp2_scaled(load(from + kLanes) - base[i], c);
         sum[i] += even;
         sum2[i] += odd;
-        store(reinterpret_cast<float*>(now.weights + i * kWeights + j / 2 * tmm::kRowBytes), pair_up(even, odd));
+        store(reinterpret_cast<float*>(now.weights(i) + j / 2 * tmm::kRowBytes), pair_up(even, odd));
       }
     }
   };
 
+  if (before.pair >= 0) {
+    const char* v = before.values;
+    float* to = s.out + 2 * before.pair * kLanes * s.ld;
+    each<4>([&](auto i) {
+      tmm::load<4 + decltype(i)::value>(before.weights(decltype(i)::value / 2) + decltype(i)::value % 2 * tmm::kBytes);
+    });
+    for (int64_t d = 0; d < tiles; ++d, v += kHalves * tmm::kBytes, to += tmm::kFloats) {
+      if (before.first) {
+        tmm::zero<0>();
+        tmm::zero<1>();
+      } else {
+        tmm::load<0>(to);
+        tmm::load<1>(to + kLanes * s.ld);
+      }
+      tmm::load<2>(v);
+      tmm::dot<0, 2, 4>();
+      tmm::dot<1, 2, 6>();
+      tmm::load<3>(v + tmm::kBytes);
+      tmm::dot<0, 3, 5>();
+      tmm::dot<1, 3, 7>();
+      tmm::store<0>(to);
+      tmm::store<1>(to + kLanes * s.ld);
+      weigh(share);
+    }
+  }
   if (next.pair >= 0) {
     const char* k = s.keys + next.step * s.key_bytes();
     const char* q = s.q + 2 * next.pair * depth * tmm::kBytes;
@@ -585,29 +638,6 @@ void work(const Split& split, const Unit& before, const Unit& now, const Unit& n
       tmm::store<3>(to + tmm::kFloats + kScores);
     }
   }
-  if (before.pair >= 0) {
-    const char* v = before.values;
-    float* to = s.out + 2 * before.pair * kLanes * s.ld;
-    each<4>([&](auto i) { tmm::load<4 + decltype(i)::value>(before.weights + decltype(i)::value * tmm::kBytes); });
-    for (int64_t d = 0; d < tiles; ++d, v += kHalves * tmm::kBytes, to += tmm::kFloats) {
-      if (before.first) {
-        tmm::zero<0>();
-        tmm::zero<1>();
-      } else {
-        tmm::load<0>(to);
-        tmm::load<1>(to + kLanes * s.ld);
-      }
-      tmm::load<2>(v);
-      tmm::dot<0, 2, 4>();
-      tmm::dot<1, 2, 6>();
-      tmm::load<3>(v + tmm::kBytes);
-      tmm::dot<0, 3, 5>();
-      tmm::dot<1, 3, 7>();
-      tmm::store<0>(to);
-      tmm::store<1>(to + kLanes * s.ld);
-      weigh(share);
-    }
-  }
   weigh(kStep / 2);
   if (now.pair >= 0)
     for (int i = 0; i < 2; ++i) s.blocks[i].sum += sum[i] + sum2[i];
@@ -628,15 +658,18 @@ void attend_split(const AttentionParams& p, const Tile& t, int64_t number, Scrat
   const int64_t begin = max_of<int64_t>(0, t.key_begin - first_key) / kStep;
   const int64_t end = ceil_div(min_of(kSplit, t.key_end - first_key), kStep);
   bool finite[kSteps];
+  Ahead ahead;
+  ahead.begin(p, t, first_key + begin * kStep);
   for (int64_t i = begin; i < end; ++i) {
-    split.rows.locate(p, t, first_key + i * kStep);
-    stage_keys(split.rows, p.D, s.depth_tiles, s.keys + i * s.key_bytes());
+    split.rows = ahead.step;
+    ahead.begin(p, t, first_key + (i + 1) * kStep);
+    stage_keys(split.rows, p.D, s.depth_tiles, ahead, s.keys + i * s.key_bytes());
     const int64_t stride = s.depth_tiles * tmm::kDepth;
     finite[i] = copy_values(split.rows, p.D, stride, s.value_rows) || step_is_plain(p, t, first_key + i * kStep);
-    transpose_values(s.value_rows, stride, s.ld, s.values + i * s.value_bytes());
+    transpose_values(s.value_rows, stride, s.ld, ahead, s.values + i * s.value_bytes());
     if (finite[i]) continue;
     leave_out(stride, s.value_rows, s.left_out[i]);
-    transpose_values(s.value_rows, stride, s.ld, s.finite + i * s.value_bytes());
+    transpose_values(s.value_rows, stride, s.ld, ahead, s.finite + i * s.value_bytes());
   }
 
   // The steps of one pair, then those of the next: the last work of a pair is done beside the first of another.
@@ -649,7 +682,7 @@ void attend_split(const AttentionParams& p, const Tile& t, int64_t number, Scrat
       for (int i = 0; i < 2; ++i) s.split_state[2 * pair + i] = {splat(-kInf), Vec<float>{}};
     }
     const int64_t turn = count++ % 2 * 2;
-    return Unit{pair, step, step == split.begin(pair), s.weights + turn * kWeights, s.scores + turn * kScores, nullptr};
+    return Unit{pair, step, step == split.begin(pair), s.scores + turn * kScores, nullptr};
   };
   const Unit none{};
   Unit before{}, now = following();
@@ -671,6 +704,9 @@ void attend_split(const AttentionParams& p, const Tile& t, int64_t number, Scrat
       finish_scores(p, t, s, 2 * now.pair + i, number, now.step, plain, seen[i], scores);
       moves[i] = move_max(scores, s.exponent, s.blocks[i], factor[i]);
     }
+    __mmask16 who_sees[2][kStep];
+    if (filtered)
+      for (int i = 0; i < 2; ++i) find_who_sees(s.left_out[now.step], now.scores + i * kScores, who_sees[i]);
     now.values = (filtered ? s.finite : s.values) + now.step * s.value_bytes();
     work(split, before, now, next);
     for (int i = 0; i < 2; ++i) {
@@ -684,8 +720,8 @@ void attend_split(const AttentionParams& p, const Tile& t, int64_t number, Scrat
       work(split, now, none, none);
       split.rows.locate(p, t, first_key + now.step * kStep);
       for (int i = 0; i < 2; ++i)
-        add_left_out_values(split.rows, p.D, s.left_out[now.step], now.scores + i * kScores,
-                            now.weights + i * kWeights, out + i * kLanes * s.ld);
+        add_left_out_values(split.rows, p.D, s.left_out[now.step], who_sees[i], now.weights(i),
+                            out + i * kLanes * s.ld);
       before = none;
     }
     now = next;
@@ -730,19 +766,18 @@ ATTN_INLINE Vec<float> log(Vec<float> x) {
 template <class T>
 void write_tile(const AttentionParams& p, const Tile& t, Scratch& s) {
   typedef Vec<float> V;
-  int64_t token = t.first_token, head = t.first_head;
+  RowCursor cursor(t);
   for (int64_t b = 0; b < blocks_of(t); ++b) {
     const int64_t rows = min_of(kLanes, t.rows - b * kLanes);
     T* to[kLanes];
     float* lse[kLanes];
     V sink = splat(-kInf);
-    for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t i = 0; i < rows; ++i, cursor.next()) {
+      const int64_t token = cursor.token, head = cursor.head;
       to[i] = static_cast<T*>(p.out) + t.seq.out_offset + token * p.out_row_stride + head * p.out_head_stride;
       lse[i] = static_cast<float*>(p.lse) + t.seq.lse_offset + head * p.lse_head_stride + token;
       if (p.sinks) sink[i] = static_cast<const float*>(p.sinks)[head];
-      if (++head < t.first_head + t.heads) continue;
-      head = t.first_head;
-      ++token;
+      prefetch_row(to[i] + ceil_div(kLanes, t.heads) * p.out_row_stride, p.D);
     }
     const BlockTotal& state = s.total_state[b];
     const V top = p.sinks ? vmax(state.max, sink) : state.max, base = top == splat(-kInf) ? V{} : top;
