@@ -49,8 +49,8 @@ struct Scratch {
   static int64_t stride(int64_t D) { return round_up(D, W<A>); }
   static int64_t bytes(int64_t D) {
     const int64_t ld = stride(D);
-    const int64_t elements = (3 * kRows + 2 * kStep + kPerStep + 1) * ld +
-                             (2 * kGroupRows + max_of<int64_t>(kGemmRows, kFewRows)) * kStep;
+    const int64_t elements =
+        (3 * kRows + 2 * kStep + kPerStep + 1) * ld + (2 * kGroupRows + max_of<int64_t>(kGemmRows, kFewRows)) * kStep;
     const int64_t states = kRows * int64_t(sizeof(StepSoftmax<T>) + 2 * sizeof(SoftmaxState<A>));
     return round_up(states + elements * int64_t(sizeof(A)), 64);
   }

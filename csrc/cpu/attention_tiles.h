@@ -1,10 +1,10 @@
 // What the attention kernels share: how a problem falls into tiles of query rows, steps of keys and splits; which
 // keys a row sees; how states of splits become an output. A kernel adds its products: see Scratch below.
 //
-// A tile is query rows of one KV head, as many as a kernel likes: some tokens times the query heads that share the head.
-// It walks the keys in steps of 64 and keeps a softmax state per row. Keys are cut in splits of 512; every split starts a new
-// state, and the states are merged in ascending order, whether one worker walks all splits or many share them.
-// Steps and splits begin at absolute multiples, and an unseen key changes nothing, so a row's bits depend on its
+// A tile is query rows of one KV head, as many as a kernel likes: some tokens times the query heads that share the
+// head. It walks the keys in steps of 64 and keeps a softmax state per row. Keys are cut in splits of 512; every split
+// starts a new state, and the states are merged in ascending order, whether one worker walks all splits or many share
+// them. Steps and splits begin at absolute multiples, and an unseen key changes nothing, so a row's bits depend on its
 // own keys only: not on the tile, the batch, the pages, the chunk of a prefill, or the number of workers.
 #pragma once
 
@@ -13,8 +13,8 @@
 namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
-constexpr int64_t kStep = 64;     // keys
-constexpr int64_t kSplit = 512;   // keys
+constexpr int64_t kStep = 64;    // keys
+constexpr int64_t kSplit = 512;  // keys
 constexpr int64_t kFewest = 64;  // query rows that tiles are cut down to where there are few tiles
 
 static_assert(kSplit % kStep == 0);
@@ -238,7 +238,7 @@ bool step_is_plain(const AttentionParams& p, const Tile& t, int64_t first) {
 //   load_queries(p, t)           begins tile t
 //   begin_split(t)               nothing seen of the split, out is 0
 //   add_step(p, t, first)        adds the keys first .. first + kStep - 1
-//   end_split(p, t)                 leaves the split's state in split_state and out
+//   end_split(p, t)              leaves the split's state in split_state and out
 
 // State and weighted values over the keys of split number `split`.
 template <class Scratch>

@@ -254,11 +254,12 @@ def test_the_cost_of_attention():
     q, k, v = (aligned(1, t, 1, d) for _ in range(3))
     with emulator.counting() as counts:
         attn_ext.attention(q, k, v)
-    blocks = t // 16 * (t // 64)
-    assert counts["tdpbf16ps"] == blocks * 2 * (4 * d // 32)
-    assert counts["tileloadd"] == blocks * (d // 32 * 5 + 2 + d // 16 * 3)
-    assert counts["tilestored"] == blocks * (4 + d // 16) and counts["unaligned_rows"] == 0
+    pairs = t // 32  # of blocks of 16 rows; a step of 64 keys takes a pair
+    steps, tiles, depth = pairs * (t // 64), d // 16, d // 32
+    assert counts["tdpbf16ps"] == steps * (8 * depth + 4 * tiles)
+    assert counts["tileloadd"] == steps * (8 * depth + 4 + 4 * tiles) - pairs * 2 * tiles  # the first adds to nothing
+    assert counts["tilestored"] == steps * (8 + 2 * tiles) and counts["unaligned_rows"] == 0
     with emulator.counting() as causal:
         attn_ext.attention(q, k, v, causal=True)
-    seen = sum((t // 16 - first // 16) for first in range(0, t, 64))  # blocks of rows that see some key of each step
-    assert causal["tdpbf16ps"] == seen * 2 * (4 * d // 32)
+    seen = sum(-(-(row + 32) // 64) for row in range(0, t, 32))  # steps that pairs see something of
+    assert causal["tdpbf16ps"] == seen * (8 * depth + 4 * tiles)

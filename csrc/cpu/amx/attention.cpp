@@ -1,16 +1,18 @@
 // Exact attention in bfloat16 on AMX tiles; the other types run on the avx512 kernel. attention_tiles.h says how a
 // problem is cut.
 //
-// Scores are computed transposed, 64 keys x 16 query rows at a time:
+// Scores are computed transposed, 64 keys x a pair of blocks of 16 query rows at a time:
 //
-//   S^T (keys, rows)  = K (keys, D) . Q^T (D, rows)         K as it lies in memory, where its rows allow that
+//   S^T (keys, rows)  = K (keys, D) . Q^T (D, rows)
 //   P^T (keys, rows)  = 2^(c (S^T - max))                   in vectors whose lanes are the query rows
-//   O^T (D, rows)    += V^T (D, keys) . P^T (keys, rows)    V is transposed once a step
+//   O^T (D, rows)    += V^T (D, keys) . P^T (keys, rows)
 //
-// So the maximum and the sum of a row are lanes of vectors that run down the keys, and no lane meets another. The
-// products of the next 16 rows are issued before the softmax of these: tiles and vectors work at the same time.
+// So the maximum and the sum of a row are lanes of vectors that run down the keys, and no lane meets another. The keys
+// of a split are copied and its values transposed once for all rows of a tile, up to 1024; then one pair of blocks
+// after the other walks them. While the weights of one step are computed, the products of the step before and of the
+// step after are issued between them. Up to 16 rows (decode) have a way of their own, which transposes no values.
 //
-// tile registers   S^T: 0 .. 3 sums, 4 Q^T, 5 6 7 K       O^T: 0 .. 3 sums, 4 5 P^T, 6 7 V^T
+// tile registers   S^T: 0 .. 3 sums, 4 5 K, 6 7 Q^T       O^T: 0 1 sums, 2 3 V^T, 4 .. 7 P^T
 #include "cpu/amx/pack.h"
 #include "cpu/attention_tiles.h"
 #include "cpu/kernels.h"
@@ -23,7 +25,6 @@ constexpr int64_t kKeyTiles = kStep / tmm::kRows;  // of S^T in a block
 constexpr int64_t kHalves = kStep / tmm::kDepth;   // of P^T in a block, and of the keys of V^T
 constexpr int64_t kSteps = kSplit / kStep;         // of a split
 constexpr int64_t kScores = kStep * kLanes;        // floats in S^T of a block
-constexpr int64_t kWeights = kHalves * tmm::kBytes;  // bytes of P^T of a block
 
 static_assert(kKeyTiles == 4 && kHalves == 2 && W<float> == kLanes);
 
@@ -56,10 +57,10 @@ struct Scratch {
   char* q;             // (kBlocks, D / 32) tiles of Q^T
   char* keys;          // (kSteps, kKeyTiles, D / 32) tiles of K
   char* values;        // (kSteps, D / 16, kHalves) tiles of V^T
-  char* finite;        // the same without NaN and inf, of steps that have them
-  char* weights;       // (2, 2, kHalves) tiles of P^T of two pairs of blocks
+  char* finite;        // the same without NaN and inf, of steps that have them; O of few rows
+  char* weights;       // (kHalves) tiles of P of few rows
   float* scores;       // (2, 2, kStep, kLanes) S^T of two pairs of blocks
-  bf16* value_rows;    // (kStep + 1, D) values that cannot be transposed in place, and a row of zeros
+  bf16* value_rows;    // (kStep, D in whole tiles of K) values of a step
   BlockState* blocks;  // (2) of a pair
   LeftOut* left_out;   // (kSteps) what `finite` lacks
 
@@ -67,59 +68,80 @@ struct Scratch {
   float* total;             // (kBlocks, D, kLanes) of all splits before
   BlockTotal* split_state;  // (kBlocks)
   BlockTotal* total_state;  // (kBlocks)
-  int64_t ld;                        // D in whole tiles of sums: row stride of value_rows, out and total
-  int64_t depth_tiles;               // D in whole tiles of Q^T and K
+  int64_t ld;               // D in whole tiles of sums: rows of a block in out and total
+  int64_t depth_tiles;      // D in whole tiles of Q^T and K
 
   float exponent;  // a weight is 2^(exponent (score - max))
   bool prescale;   // scores are scaled before they are compared: they are transformed, or the scale is not plainly
                    // positive
 
-  static int64_t states(int64_t rows) { return 2 * ceil_div(rows, 2 * kLanes); }
+  static int64_t states(int64_t rows) { return rows <= kLanes ? 1 : 2 * ceil_div(rows, 2 * kLanes); }
   static int64_t elements(int64_t rows, int64_t ld) { return states(rows) * kLanes * ld; }
   static int64_t stride(int64_t D) { return round_up(D, kLanes); }
   static int64_t bytes(int64_t D) {
-    Scratch s(nullptr, D, false);
+    Scratch s(nullptr, D);
     return s.end - static_cast<char*>(nullptr);
   }
-  Scratch(char* memory, int64_t D, bool use = true) : ld(stride(D)), depth_tiles(ceil_div(D, tmm::kDepth)) {
+  Scratch(char* memory, int64_t D) : ld(stride(D)), depth_tiles(ceil_div(D, tmm::kDepth)) {
     const auto take = [&](auto*& pointer, int64_t count) {
       pointer = reinterpret_cast<decltype(pointer + 0)>(memory);
       memory += round_up(count * int64_t(sizeof *pointer), 64);
     };
     take(blocks, 2);
     take(scores, 4 * kScores);
-    take(weights, 4 * kWeights);
+    take(weights, kHalves * tmm::kBytes);
     take(keys, kSteps * key_bytes());
     take(values, kSteps * value_bytes());
     take(finite, kSteps * value_bytes());
     take(q, kBlocks * depth_tiles * tmm::kBytes);
     take(out, kRows * ld);
     take(total, kRows * ld);
-    take(value_rows, (kStep + 1) * ld);
+    take(value_rows, kStep * depth_tiles * tmm::kDepth);
     take(left_out, kSteps);
     take(split_state, kBlocks);
     take(total_state, kBlocks);
     end = memory;
-    if (use) memset(value_rows + kStep * ld, 0, size_t(ld) * sizeof(bf16));
   }
   char* end;
 
   void load_queries(const AttentionParams& p, const Tile& t);
 
-  int64_t key_bytes() const { return kKeyTiles * depth_tiles * tmm::kBytes; }         // of a step's tiles
+  int64_t key_bytes() const { return kKeyTiles * depth_tiles * tmm::kBytes; }  // of a step's tiles
   int64_t value_bytes() const { return ld / kLanes * kHalves * tmm::kBytes; }
 };
 
 int64_t blocks_of(const Tile& t) { return ceil_div(t.rows, kLanes); }
 int64_t pairs_of(const Tile& t) { return ceil_div(t.rows, 2 * kLanes); }
 
+// The rows of a tile in order, without a division for each.
+struct RowCursor {
+  const Tile& t;
+  int64_t row = 0, token, head;
+
+  explicit RowCursor(const Tile& tile) : t(tile), token(tile.first_token), head(tile.first_head) {}
+  ATTN_INLINE void next() {  // stays at the last
+    if (++row >= t.rows) return;
+    if (++head < t.first_head + t.heads) return;
+    head = t.first_head;
+    ++token;
+  }
+};
+
+// Asks for a row of the next block while this one is worked on: rows lie far apart.
+ATTN_INLINE void prefetch_row(const bf16* row, int64_t D) {
+  for (int64_t d = 0; d < D; d += tmm::kDepth) __builtin_prefetch(row + d, 0, 2);
+}
+
 void Scratch::load_queries(const AttentionParams& p, const Tile& t) {
   const bf16* from = static_cast<const bf16*>(p.q) + t.seq.q_offset;
-  for (int64_t b = 0; b < 2 * pairs_of(t); ++b) {  // what a pair lacks are copies of the last row
-    const auto row = [&](int64_t lane) {
-      const int64_t r = min_of(b * kLanes + lane, t.rows - 1);
-      return from + t.token(r) * p.q_row_stride + t.head(r) * p.q_head_stride;
-    };
+  RowCursor cursor(t);
+  for (int64_t b = 0; b < states(t.rows); ++b) {  // what a pair lacks are copies of the last row
+    const bf16* rows[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane, cursor.next()) {
+      rows[lane] = from + cursor.token * p.q_row_stride + cursor.head * p.q_head_stride;
+      prefetch_row(rows[lane] + ceil_div(kLanes, t.heads) * p.q_row_stride, p.D);
+    }
+    const auto row = [&](int64_t lane) { return rows[lane]; };
     pack_right(kLanes, p.D, row, q + b * depth_tiles * tmm::kBytes);
   }
   constexpr double log2_e = 1.4426950408889634;
@@ -130,83 +152,116 @@ void Scratch::load_queries(const AttentionParams& p, const Tile& t) {
 
 // --------------------------------------------------------------------------------------------- keys and values
 
-void stage_keys(const StepRows<bf16>& step, int64_t D, int64_t depth_tiles, char* to) {
+// The rows of a step that come next, asked for bit by bit: they lie far apart, where no hardware prefetcher looks, and
+// a burst of requests would only wait for itself.
+struct Ahead {
+  StepRows<bf16> step;
+  int64_t next = 0, count, bytes;
+
+  void begin(const AttentionParams& p, const Tile& t, int64_t first) {
+    step.locate(p, t, first);
+    next = 0;
+    count = 2 * step.count;
+    bytes = p.D * int64_t(sizeof(bf16));
+  }
+  ATTN_INLINE void ask(int64_t rows) {
+    for (const int64_t stop = min_of(count, next + rows); next < stop; ++next) {
+      const char* row = reinterpret_cast<const char*>(next < step.count ? step.k[next] : step.v[next - step.count]);
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+    }
+  }
+};
+
+void stage_keys(const StepRows<bf16>& step, int64_t D, int64_t depth_tiles, Ahead& ahead, char* to) {
   for (int64_t j = 0; j < kStep; j += tmm::kRows, to += depth_tiles * tmm::kBytes) {
     if (j + tmm::kRows > step.count) memset(to, 0, size_t(depth_tiles * tmm::kBytes));
     for (int64_t i = 0; i < min_of(tmm::kRows, step.count - j); ++i)
       pack_left_row(step.k[j + i], D, to + i * tmm::kRowBytes, tmm::kBytes);
+    ahead.ask(8);
   }
 }
 
-// Copies a row without its NaN and inf, which a weight of 0 would turn into NaN; returns whether it has any.
-bool copy_finite(const bf16* v, int64_t D, bf16* to) {
-  typedef Vec<float> V;
-  V poison{};
-  for (int64_t d = 0; d < D; d += kLanes) {
-    const V x = D - d >= kLanes ? load(v + d) : load_first(v + d, D - d);
-    const V zero = x * splat(0.0f);  // or NaN
-    poison += zero;
-    store(to + d, zero == zero ? x : V{});
-  }
-  return !(sum_lanes<float>(poison) == 0.0f);
-}
-
-// Is any element NaN or inf?
-bool any_not_finite(const StepRows<bf16>& step, int64_t D) {
+// Copies the values of a step, keys past the end as zeros. False if some are NaN or inf.
+bool copy_values(const StepRows<bf16>& step, int64_t D, int64_t stride, bf16* to) {
   const __m512i exponent = _mm512_set1_epi16(0x7f80);
   __m512i top = _mm512_setzero_si512();
-  for (int64_t j = 0; j < step.count; ++j) {
-    int64_t d = 0;
-    for (; d + 32 <= D; d += 32)
-      top = _mm512_max_epu16(top, _mm512_and_si512(exponent, _mm512_loadu_si512(step.v[j] + d)));
-    if (d < D) {
-      const __mmask32 rest = (1u << (D - d)) - 1;
-      top = _mm512_max_epu16(top, _mm512_and_si512(exponent, _mm512_maskz_loadu_epi16(rest, step.v[j] + d)));
+  for (int64_t j = 0; j < step.count; ++j, to += stride) {
+    const bf16* v = step.v[j];
+    for (int64_t d = 0; d < D; d += tmm::kDepth) {
+      const __mmask32 mask = D - d >= tmm::kDepth ? __mmask32(-1) : (__mmask32(1) << (D - d)) - 1;
+      const __m512i x = _mm512_maskz_loadu_epi16(mask, v + d);
+      top = _mm512_max_epu16(top, _mm512_and_si512(x, exponent));
+      _mm512_store_si512(to + d, x);
     }
   }
-  return _mm512_cmpeq_epi16_mask(top, exponent) != 0;
+  memset(to, 0, size_t((kStep - step.count) * stride) * sizeof(bf16));
+  return _mm512_cmpeq_epi16_mask(top, exponent) == 0;
 }
 
-// to = V^T of a step, of all elements or without the NaN and inf, whose keys are counted. Keys past the end are zeros.
-void stage_values(const StepRows<bf16>& step, int64_t D, bool all, const Scratch& s, LeftOut& left_out, char* to) {
-  const bf16* rows[kStep];
-  const bool in_place = all && D % kLanes == 0;
+// NaN and inf become 0: a weight of 0 would make NaN of them. Their keys are noted.
+void leave_out(int64_t stride, bf16* rows, LeftOut& left_out) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
   left_out.count = 0;
   for (int64_t j = 0; j < kStep; ++j) {
-    bf16* copy = s.value_rows + j * s.ld;
-    rows[j] = j >= step.count ? s.value_rows + kStep * s.ld : in_place ? step.v[j] : copy;
-    if (in_place || j >= step.count) continue;
-    if (all)
-      convert_row(step.v[j], D, copy);
-    else if (copy_finite(step.v[j], D, copy))
-      left_out.keys[left_out.count++] = j;
+    bool any = false;
+    for (int64_t d = 0; d < stride; d += tmm::kDepth) {
+      bf16* x = rows + j * stride + d;
+      const __mmask32 found = _mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_load_si512(x), exponent), exponent);
+      if (!found) continue;
+      any = true;
+      _mm512_mask_storeu_epi16(x, found, _mm512_setzero_si512());
+    }
+    if (any) left_out.keys[left_out.count++] = j;
   }
-  const auto row = [&](int64_t j) { return rows[j]; };
+}
+
+// to (D / 16, kHalves) tiles of V^T from the rows of a step. Two keys make pairs for 32 of D in two vectors: in a
+// quarter of the first 4 of D, in that of the second the next 4.
+void transpose_values(const bf16* rows, int64_t stride, int64_t D, Ahead& ahead, char* to) {
   for (int64_t half = 0; half < kHalves; ++half) {
-    for (int64_t d = 0; d < s.ld; d += tmm::kRows) {
-      Vec<float> pairs[kLanes];  // of keys, lanes are d; transposed: rows of d, lanes are pairs of keys
-      for (int64_t i = 0; i < kLanes; ++i) pairs[i] = step_of_rows<bf16>(row, half * tmm::kPairs + i, d);
-      transpose<float>(pairs);
-      memcpy(to + (d / tmm::kRows * kHalves + half) * tmm::kBytes, pairs, sizeof pairs);
+    for (int64_t d = 0; d < D; d += tmm::kDepth) {
+      ahead.ask(12);
+      Vec<float> low[kLanes], high[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const bf16* row = rows + (half * tmm::kDepth + 2 * i) * stride + d;
+        const __m512i even = _mm512_load_si512(row), odd = _mm512_load_si512(row + stride);
+        low[i] = (Vec<float>)_mm512_unpacklo_epi16(even, odd);
+        high[i] = (Vec<float>)_mm512_unpackhi_epi16(even, odd);
+      }
+      transpose<float>(low);
+      transpose<float>(high);
+      char* tile = to + (d / tmm::kRows * kHalves + half) * tmm::kBytes;
+      for (int64_t quarter = 0; quarter < 4; ++quarter) {
+        if (d + quarter / 2 * tmm::kRows >= D) break;
+        char* row = tile + quarter / 2 * kHalves * tmm::kBytes + quarter % 2 * 8 * tmm::kRowBytes;
+        memcpy(row, low + 4 * quarter, 4 * tmm::kRowBytes);
+        memcpy(row + 4 * tmm::kRowBytes, high + 4 * quarter, 4 * tmm::kRowBytes);
+      }
     }
   }
 }
 
-// The NaN and inf that stage_values left out, for the rows of a block that do see them. scores is what weigh has left.
-void add_left_out_values(const StepRows<bf16>& step, int64_t D, const LeftOut& left_out, const float* scores,
+// Which rows of a block see the keys whose NaN and inf were left out; scores as finish_scores leaves them.
+void find_who_sees(const LeftOut& left_out, const float* scores, __mmask16* seen) {
+  for (int64_t i = 0; i < left_out.count; ++i)
+    seen[i] = _mm512_cmp_ps_mask((__m512)load(scores + left_out.keys[i] * kLanes), _mm512_set1_ps(-kInf), _CMP_NEQ_UQ);
+}
+
+// The NaN and inf that were left out, for the rows of a block that do see them.
+void add_left_out_values(const StepRows<bf16>& step, int64_t D, const LeftOut& left_out, const __mmask16* seen,
                          const char* weights, float* sums) {
   for (int64_t i = 0; i < left_out.count; ++i) {
+    if (!seen[i]) continue;
     const int64_t j = left_out.keys[i];
-    const IVec<float> seen = load(scores + j * kLanes) != splat(-kInf);
-    if (!_mm512_test_epi32_mask((__m512i)seen, (__m512i)seen)) continue;
     Vec<float> pairs;
     memcpy(&pairs, weights + j / 2 * tmm::kRowBytes, sizeof pairs);
     const Vec<float> weight = widen_half(bf16{}, pairs, j % 2);
     for (int64_t d = 0; d < D; ++d) {
-      const float value = to_accumulate(step.v[j][d]);
-      if (value - value == 0.0f) continue;
+      const uint16_t bits = step.v[j][d].bits;
+      if ((bits & 0x7f80) != 0x7f80) continue;
       float* sum = sums + d * kLanes;
-      store(sum, seen ? load(sum) + weight * splat(value) : load(sum));
+      const Vec<float> added = load(sum) + weight * widen(bf16{}, HalfBits{} + bits);
+      _mm512_mask_storeu_ps(sum, seen[i], (__m512)added);
     }
   }
 }
@@ -247,29 +302,29 @@ void transform_scores(const AttentionParams& p, const Tile& t, int64_t block, in
   }
 }
 
-// One row of P^T: weights of two keys, rounded, side by side.
-ATTN_INLINE void store_pair(char* to, Vec<float> even, Vec<float> odd) {
+// Rounded to bfloat16, side by side.
+ATTN_INLINE Vec<float> pair_up(Vec<float> even, Vec<float> odd) {
   alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                            21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                            11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), both));
+  return (Vec<float>)_mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), both);
 }
 
 // What a row of a block sees of a split by causality and window: keys begin .. end - 1, counted from the split's first.
 struct Seen {
   IVec<float> begin, end;
+  bool known = false;
 };
 
-Seen seen_keys(const AttentionParams& p, const Tile& t, int64_t block, int64_t split) {
-  Seen seen;
+void find_seen(const AttentionParams& p, const Tile& t, int64_t block, int64_t split, Seen& seen) {
+  seen.known = true;
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     const int64_t r = min_of(block * kLanes + lane, t.rows - 1), first = split * kSplit;
     const KeyRange range = visible_keys(p, t.position(r), t.seq.Tk);
     seen.begin[lane] = int32_t(min_of(kSplit, max_of<int64_t>(0, range.first - first)));
     seen.end[lane] = int32_t(min_of(kSplit, max_of<int64_t>(0, range.last + 1 - first)));
   }
-  return seen;
 }
 
 // Unseen scores become -inf.
@@ -280,6 +335,20 @@ void hide_unseen(const Seen& seen, int64_t first, float* scores) {
     const __mmask16 unseen = _mm512_cmpge_epu32_mask(from_begin, length);
     _mm512_mask_storeu_ps(scores + j * kLanes, unseen, _mm512_set1_ps(-kInf));
   }
+}
+
+// Products of a block at a step of a split become scores; plain: every row sees every key, and nothing transforms them.
+void finish_scores(const AttentionParams& p, const Tile& t, const Scratch& s, int64_t block, int64_t split,
+                   int64_t step, bool plain, Seen& seen, float* scores) {
+  if (s.prescale)
+    for (int64_t j = 0; j < kStep; ++j) store(scores + j * kLanes, load(scores + j * kLanes) * splat(float(p.scale)));
+  if (plain) return;
+  if (p.softcap > 0 || p.alibi_slopes || p.bias || p.mask) {
+    const int64_t first = split * kSplit + step * kStep;
+    return transform_scores(p, t, block, first, min_of(kStep, t.seq.Tk - first), scores);
+  }
+  if (!seen.known) find_seen(p, t, block, split, seen);
+  hide_unseen(seen, step * kStep, scores);
 }
 
 // Where a block's state moves: the factor for what it has accumulated. False: nowhere.
@@ -304,16 +373,165 @@ bool move_max(const float* scores, float exponent, BlockState& state, Vec<float>
   return true;
 }
 
-// --------------------------------------------------------------------------------------------------- a split
+BlockTotal total_of(const BlockState& state, const AttentionParams& p, const Scratch& s) {
+  const Vec<float> scaled = s.prescale ? state.max : state.max * splat(float(p.scale));
+  return {state.max == splat(-kInf) ? state.max : scaled, state.sum};
+}
+
+// ------------------------------------------------------------------------------------------ a split, few rows
+
+// Keys that a tile can be loaded from where they are: 16 in order, in whole lines.
+bool keys_in_place(const AttentionParams& p, const Tile& t, const StepRows<bf16>& step, int64_t first) {
+  return first + tmm::kRows <= step.count && p.D % tmm::kDepth == 0 && p.k_row_stride % tmm::kDepth == 0 &&
+         (!t.seq.blocks || p.block_size % tmm::kRows == 0) && reinterpret_cast<uintptr_t>(step.k[first]) % 64 == 0;
+}
+
+// For up to 16 rows there is nothing to gain from V^T:
+//
+//   S^T (keys, rows)  = K Q^T                           as for many rows
+//   O (rows, D)      += P (rows, keys) . V (keys, D)    V only has its keys paired, 32 of D in two tiles: one of the
+//   first
+//                                                       4 of every 8, one of the others
+//
+// The sums are those of many rows, to the bit. tile registers: 0 1 S^T, 2 Q^T and V, 3 K and V, 4 5 O, 6 7 P
+void attend_few(const AttentionParams& p, const Tile& t, int64_t number, Scratch& s) {
+  typedef Vec<float> V;
+  tmm::Shapes shapes = tmm::Shapes::full();
+  for (int i = 4; i < 8; ++i) shapes.set(i, t.rows);
+  const tmm::Config config(shapes);
+  const int64_t first_key = number * kSplit, depth = s.depth_tiles, stride = depth * tmm::kDepth;
+  const int64_t begin = max_of(first_key, t.key_begin / kStep * kStep);
+  const int64_t end = min_of(first_key + kSplit, t.key_end);
+  float* sums = reinterpret_cast<float*>(s.finite);
+  memset(sums, 0, size_t(2 * depth * tmm::kBytes));
+  BlockState& state = s.blocks[0];
+  state = BlockState{splat(-kInf), splat(-kInf), V{}};
+  Seen seen;
+  StepRows<bf16> step;
+  Ahead ahead;
+  ahead.begin(p, t, begin);
+  for (int64_t first = begin; first < end; first += kStep) {
+    step = ahead.step;
+    ahead.begin(p, t, first + kStep);
+    for (int64_t j = 0; j < kStep; j += tmm::kRows) {
+      const char* k = s.keys;
+      int64_t row_bytes = tmm::kRowBytes, tile_bytes = tmm::kBytes;
+      if (keys_in_place(p, t, step, j)) {
+        k = reinterpret_cast<const char*>(step.k[j]);
+        row_bytes = p.k_row_stride * int64_t(sizeof(bf16));
+        tile_bytes = tmm::kRowBytes;
+      } else {
+        for (int64_t i = j; i < j + tmm::kRows; ++i) {
+          char* to = s.keys + (i - j) * tmm::kRowBytes;
+          if (i < step.count)
+            pack_left_row(step.k[i], p.D, to, tmm::kBytes);
+          else
+            for (int64_t d = 0; d < depth; ++d) memset(to + d * tmm::kBytes, 0, tmm::kRowBytes);
+        }
+      }
+      tmm::zero<0>();
+      for (int64_t d = 0; d < depth; ++d) {
+        tmm::load<2>(s.q + d * tmm::kBytes);
+        tmm::load<3>(k + d * tile_bytes, row_bytes);
+        tmm::dot<0, 3, 2>();
+      }
+      tmm::store<0>(s.scores + j * kLanes);
+      ahead.ask(kStep / 8);
+    }
+
+    const bool plain = step_is_plain(p, t, first), in_place = plain && p.D % tmm::kDepth == 0;
+    LeftOut& left_out = s.left_out[0];
+    left_out.count = 0;
+    if (!in_place && !copy_values(step, p.D, stride, s.value_rows) && !plain) leave_out(stride, s.value_rows, left_out);
+    for (int64_t j = 0; j < kStep; j += 2) {
+      const bf16* even = in_place ? step.v[j] : s.value_rows + j * stride;
+      const bf16* odd = in_place ? step.v[j + 1] : even + stride;
+      char* to = s.values + j / tmm::kDepth * tmm::kBytes + j % tmm::kDepth / 2 * tmm::kRowBytes;
+      for (int64_t d = 0; d < depth; ++d, to += 2 * kHalves * tmm::kBytes) {
+        const __m512i a = _mm512_loadu_si512(even + d * tmm::kDepth), b = _mm512_loadu_si512(odd + d * tmm::kDepth);
+        _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
+        _mm512_store_si512(to + kHalves * tmm::kBytes, _mm512_unpackhi_epi16(a, b));
+      }
+      ahead.ask(1);
+    }
+
+    finish_scores(p, t, s, 0, number, (first - first_key) / kStep, plain, seen, s.scores);
+    V factor;
+    if (move_max(s.scores, s.exponent, state, factor))
+      for (int64_t n = 0; n < 2 * depth; ++n)
+        for (int64_t r = 0; r < t.rows; ++r) {
+          float* row = sums + n * tmm::kFloats + r * kLanes;
+          store(row, load(row) * splat(factor[r]));
+        }
+    const V c = splat(s.exponent), base = state.max == splat(-kInf) ? V{} : state.max;
+    V sum{}, sum2{}, pairs[kHalves][kLanes];
+    for (int64_t j = 0; j < kStep; j += 2) {
+      const V even = exp2_scaled(load(s.scores + j * kLanes) - base, c);
+      const V odd = exp2_scaled(load(s.scores + (j + 1) * kLanes) - base, c);
+      sum += even;
+      sum2 += odd;
+      pairs[j / tmm::kDepth][j % tmm::kDepth / 2] = pair_up(even, odd);
+      ahead.ask(1);
+    }
+    state.sum += sum + sum2;
+    for (int64_t half = 0; half < kHalves; ++half) {
+      transpose<float>(pairs[half]);
+      memcpy(s.weights + half * tmm::kBytes, pairs[half], size_t(t.rows * tmm::kRowBytes));
+    }
+
+    tmm::load<6>(s.weights);
+    tmm::load<7>(s.weights + tmm::kBytes);
+    for (int64_t n = 0; n < 2 * depth; ++n) {
+      const char* v = s.values + n * kHalves * tmm::kBytes;
+      tmm::load<4>(sums + n * tmm::kFloats);
+      tmm::load<2>(v);
+      tmm::dot<4, 6, 2>();
+      tmm::load<3>(v + tmm::kBytes);
+      tmm::dot<4, 7, 3>();
+      tmm::store<4>(sums + n * tmm::kFloats);
+      ahead.ask(ceil_div(kStep / 2, 2 * depth));
+    }
+    for (int64_t i = 0; i < left_out.count; ++i) {
+      const int64_t j = left_out.keys[i];
+      for (int64_t r = 0; r < t.rows; ++r) {
+        if (s.scores[j * kLanes + r] == -kInf) continue;
+        bf16 weight;
+        memcpy(&weight, s.weights + j / tmm::kDepth * tmm::kBytes + r * tmm::kRowBytes + j % tmm::kDepth * 2, 2);
+        for (int64_t d = 0; d < p.D; ++d) {
+          const float value = to_accumulate(step.v[j][d]);
+          if (value - value == 0.0f) continue;
+          const int64_t n = d / tmm::kDepth * 2 + d / 4 % 2, column = d % tmm::kDepth / 8 * 4 + d % 4;
+          sums[n * tmm::kFloats + r * kLanes + column] += to_accumulate(weight) * value;
+        }
+      }
+    }
+  }
+
+  for (int64_t n = 0; n < 2 * depth; ++n) {
+    V square[kLanes];
+    memcpy(square, sums + n * tmm::kFloats, sizeof square);
+    transpose<float>(square);
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const int64_t d = n / 2 * tmm::kDepth + i / 4 * 8 + n % 2 * 4 + i % 4;
+      if (d < s.ld) store(s.out + d * kLanes, square[i]);
+    }
+  }
+  s.split_state[0] = total_of(state, p, s);
+}
+
+// ----------------------------------------------------------------------------------------- a split, many rows
 
 // A pair of blocks at a step: what passes through the pipeline. Two of them are under way, in turn in either half of
-// scores and weights.
+// scores.
 struct Unit {
-  int64_t pair = -1;  // -1: none
-  int64_t step;       // of the split
-  bool first;         // of the pair in this split
-  char* weights;
-  float* scores;
+  int64_t pair = -1;   // -1: none
+  int64_t step;        // of the split
+  bool first;          // of the pair in this split
+  float* scores;       // (2, kStep, kLanes), S^T
+  const char* values;  // V^T
+
+  // P^T of a block, over the scores it was made of: less to hold in the first cache.
+  char* weights(int64_t block) const { return reinterpret_cast<char*>(scores + block * kScores); }
 };
 
 struct Split {
@@ -321,17 +539,17 @@ struct Split {
   const Tile& t;
   Scratch& s;
   int64_t number;
-  const char* step_values[kSteps];
   StepRows<bf16> rows;
 
-  // Steps of the split that rows of a pair see something of.
-  void steps(int64_t pair, int64_t& begin, int64_t& end) const {
-    const int64_t low = pair * 2 * kLanes, high = min_of(t.rows, low + 2 * kLanes) - 1;
-    const int64_t first = visible_keys(p, t.position(low), t.seq.Tk).first - number * kSplit;
-    const int64_t last = visible_keys(p, t.position(high), t.seq.Tk).last - number * kSplit;
-    begin = max_of<int64_t>(0, first) / kStep;
-    end = last < 0 ? 0 : min_of(kSteps, last / kStep + 1);
-    if (begin > end) begin = end;
+  // Steps of the split that rows of a pair see something of: none if begin >= end.
+  int64_t begin(int64_t pair) const {
+    const int64_t first = visible_keys(p, t.position(2 * pair * kLanes), t.seq.Tk).first;
+    return max_of<int64_t>(0, first - number * kSplit) / kStep;
+  }
+  int64_t end(int64_t pair) const {
+    const int64_t row = min_of(t.rows, 2 * (pair + 1) * kLanes) - 1;
+    const int64_t last = visible_keys(p, t.position(row), t.seq.Tk).last - number * kSplit;
+    return last < 0 ? 0 : min_of(kSteps, last / kStep + 1);
   }
   // Every row of the pair sees every key, and the score needs no transform.
   bool plain(int64_t pair, int64_t step) const {
@@ -367,11 +585,36 @@ void work(const Split& split, const Unit& before, const Unit& now, const Unit& n
         const V even = exp2_scaled(load(from) - base[i], c), odd = exp2_scaled(load(from + kLanes) - base[i], c);
         sum[i] += even;
         sum2[i] += odd;
-        store_pair(now.weights + i * kWeights + j / 2 * tmm::kRowBytes, even, odd);
+        store(reinterpret_cast<float*>(now.weights(i) + j / 2 * tmm::kRowBytes), pair_up(even, odd));
       }
     }
   };
 
+  if (before.pair >= 0) {
+    const char* v = before.values;
+    float* to = s.out + 2 * before.pair * kLanes * s.ld;
+    each<4>([&](auto i) {
+      tmm::load<4 + decltype(i)::value>(before.weights(decltype(i)::value / 2) + decltype(i)::value % 2 * tmm::kBytes);
+    });
+    for (int64_t d = 0; d < tiles; ++d, v += kHalves * tmm::kBytes, to += tmm::kFloats) {
+      if (before.first) {
+        tmm::zero<0>();
+        tmm::zero<1>();
+      } else {
+        tmm::load<0>(to);
+        tmm::load<1>(to + kLanes * s.ld);
+      }
+      tmm::load<2>(v);
+      tmm::dot<0, 2, 4>();
+      tmm::dot<1, 2, 6>();
+      tmm::load<3>(v + tmm::kBytes);
+      tmm::dot<0, 3, 5>();
+      tmm::dot<1, 3, 7>();
+      tmm::store<0>(to);
+      tmm::store<1>(to + kLanes * s.ld);
+      weigh(share);
+    }
+  }
   if (next.pair >= 0) {
     const char* k = s.keys + next.step * s.key_bytes();
     const char* q = s.q + 2 * next.pair * depth * tmm::kBytes;
@@ -395,29 +638,6 @@ void work(const Split& split, const Unit& before, const Unit& now, const Unit& n
       tmm::store<3>(to + tmm::kFloats + kScores);
     }
   }
-  if (before.pair >= 0) {
-    const char* v = split.step_values[before.step];
-    float* to = s.out + 2 * before.pair * kLanes * s.ld;
-    each<4>([&](auto i) { tmm::load<4 + decltype(i)::value>(before.weights + decltype(i)::value * tmm::kBytes); });
-    for (int64_t d = 0; d < tiles; ++d, v += kHalves * tmm::kBytes, to += tmm::kFloats) {
-      if (before.first) {
-        tmm::zero<0>();
-        tmm::zero<1>();
-      } else {
-        tmm::load<0>(to);
-        tmm::load<1>(to + kLanes * s.ld);
-      }
-      tmm::load<2>(v);
-      tmm::dot<0, 2, 4>();
-      tmm::dot<1, 2, 6>();
-      tmm::load<3>(v + tmm::kBytes);
-      tmm::dot<0, 3, 5>();
-      tmm::dot<1, 3, 7>();
-      tmm::store<0>(to);
-      tmm::store<1>(to + kLanes * s.ld);
-      weigh(share);
-    }
-  }
   weigh(kStep / 2);
   if (now.pair >= 0)
     for (int i = 0; i < 2; ++i) s.blocks[i].sum += sum[i] + sum2[i];
@@ -431,79 +651,82 @@ void work(const Split& split, const Unit& before, const Unit& now, const Unit& n
 
 // In place of the one in attention_tiles.h: tiles have their shapes while a split is worked on.
 void attend_split(const AttentionParams& p, const Tile& t, int64_t number, Scratch& s) {
+  if (t.rows <= kLanes) return attend_few(p, t, number, s);
   const tmm::Config config(tmm::Shapes::full());
-  Split split{p, t, s, number};
+  Split split{p, t, s, number, {}};
   const int64_t first_key = number * kSplit;
   const int64_t begin = max_of<int64_t>(0, t.key_begin - first_key) / kStep;
   const int64_t end = ceil_div(min_of(kSplit, t.key_end - first_key), kStep);
   bool finite[kSteps];
+  Ahead ahead;
+  ahead.begin(p, t, first_key + begin * kStep);
   for (int64_t i = begin; i < end; ++i) {
-    split.rows.locate(p, t, first_key + i * kStep);
-    stage_keys(split.rows, p.D, s.depth_tiles, s.keys + i * s.key_bytes());
-    stage_values(split.rows, p.D, true, s, s.left_out[i], s.values + i * s.value_bytes());
-    finite[i] = step_is_plain(p, t, first_key + i * kStep) || !any_not_finite(split.rows, p.D);
-    if (!finite[i]) stage_values(split.rows, p.D, false, s, s.left_out[i], s.finite + i * s.value_bytes());
+    split.rows = ahead.step;
+    ahead.begin(p, t, first_key + (i + 1) * kStep);
+    stage_keys(split.rows, p.D, s.depth_tiles, ahead, s.keys + i * s.key_bytes());
+    const int64_t stride = s.depth_tiles * tmm::kDepth;
+    finite[i] = copy_values(split.rows, p.D, stride, s.value_rows) || step_is_plain(p, t, first_key + i * kStep);
+    transpose_values(s.value_rows, stride, s.ld, ahead, s.values + i * s.value_bytes());
+    if (finite[i]) continue;
+    leave_out(stride, s.value_rows, s.left_out[i]);
+    transpose_values(s.value_rows, stride, s.ld, ahead, s.finite + i * s.value_bytes());
   }
 
-  Unit before, now;
-  for (int64_t pair = 0; pair < pairs_of(t); ++pair) {
-    int64_t from, to;
-    split.steps(pair, from, to);
-    for (int i = 0; i < 2; ++i) s.blocks[i] = BlockState{splat(-kInf), splat(-kInf), Vec<float>{}};
-    float* out = s.out + 2 * pair * kLanes * s.ld;
-    if (from == to) memset(out, 0, size_t(2 * kLanes * s.ld) * sizeof(float));
-    Seen seen[2];
-    bool know_seen = false;
-    Unit before, now, next;
-    for (int64_t step = from; step <= to; ++step) {
-      if (step < to) next = Unit{pair, step, step == from, s.weights + step % 2 * 2 * kWeights, s.scores + step % 2 * 2 * kScores};
-      else next.pair = -1;
-      if (step == from) { work(split, before, now, next); now = next; continue; }
-      const bool plain = split.plain(pair, now.step), filtered = !plain && !finite[now.step];
-      Vec<float> factor[2];
-      bool moves[2];
+  // The steps of one pair, then those of the next: the last work of a pair is done beside the first of another.
+  int64_t pair = -1, step = 0, last = 0, count = 0;
+  const auto following = [&] {
+    for (++step; step >= last; step = split.begin(pair), last = split.end(pair)) {
+      if (++pair == pairs_of(t)) return Unit{};
+      if (split.begin(pair) < split.end(pair)) continue;
+      memset(s.out + 2 * pair * kLanes * s.ld, 0, size_t(2 * kLanes * s.ld) * sizeof(float));
+      for (int i = 0; i < 2; ++i) s.split_state[2 * pair + i] = {splat(-kInf), Vec<float>{}};
+    }
+    const int64_t turn = count++ % 2 * 2;
+    return Unit{pair, step, step == split.begin(pair), s.scores + turn * kScores, nullptr};
+  };
+  const Unit none{};
+  Unit before{}, now = following();
+  work(split, none, none, now);
+  Seen seen[2];
+  while (now.pair >= 0) {
+    const Unit next = following();
+    if (now.first)
       for (int i = 0; i < 2; ++i) {
-        float* scores = now.scores + i * kScores;
-        if (s.prescale)
-          for (int64_t j = 0; j < kStep; ++j) store(scores + j * kLanes, load(scores + j * kLanes) * splat(float(p.scale)));
-        if (!plain) {
-          if (p.softcap > 0 || p.alibi_slopes || p.bias || p.mask) {
-            const int64_t key = first_key + now.step * kStep;
-            transform_scores(p, t, 2 * pair + i, key, min_of(kStep, t.seq.Tk - key), scores);
-          } else {
-            if (!know_seen)
-              for (int b = 0; b < 2; ++b) seen[b] = seen_keys(p, t, 2 * pair + b, number);
-            know_seen = true;
-            hide_unseen(seen[i], now.step * kStep, scores);
-          }
-        }
-        moves[i] = move_max(scores, s.exponent, s.blocks[i], factor[i]);
+        s.blocks[i] = BlockState{splat(-kInf), splat(-kInf), Vec<float>{}};
+        seen[i].known = false;
       }
-      split.step_values[now.step] = (filtered ? s.finite : s.values) + now.step * s.value_bytes();
-      work(split, before, now, next);
-      for (int i = 0; i < 2; ++i)
-        if (moves[i] && !now.first) {
-          float* sums = out + i * kLanes * s.ld;
-          for (int64_t d = 0; d < s.ld; ++d) store(sums + d * kLanes, load(sums + d * kLanes) * factor[i]);
-        }
-      before = now;
-      now = next;
-      if (filtered && s.left_out[before.step].count > 0) {
-        Unit none;
-        work(split, before, none, none);
-        split.rows.locate(p, t, first_key + before.step * kStep);
-        for (int i = 0; i < 2; ++i)
-          add_left_out_values(split.rows, p.D, s.left_out[before.step], before.scores + i * kScores, before.weights + i * kWeights, out + i * kLanes * s.ld);
-        before = none;
-      }
-    }
-    Unit none;
-    if (before.pair >= 0) work(split, before, none, none);
+    const bool plain = split.plain(now.pair, now.step), filtered = !plain && !finite[now.step];
+    float* out = s.out + 2 * now.pair * kLanes * s.ld;
+    Vec<float> factor[2];
+    bool moves[2];
     for (int i = 0; i < 2; ++i) {
-      const Vec<float> max = s.blocks[i].max, scaled = s.prescale ? max : max * splat(float(p.scale));
-      s.split_state[2 * pair + i] = {max == splat(-kInf) ? max : scaled, s.blocks[i].sum};
+      float* scores = now.scores + i * kScores;
+      finish_scores(p, t, s, 2 * now.pair + i, number, now.step, plain, seen[i], scores);
+      moves[i] = move_max(scores, s.exponent, s.blocks[i], factor[i]);
     }
+    __mmask16 who_sees[2][kStep];
+    if (filtered)
+      for (int i = 0; i < 2; ++i) find_who_sees(s.left_out[now.step], now.scores + i * kScores, who_sees[i]);
+    now.values = (filtered ? s.finite : s.values) + now.step * s.value_bytes();
+    work(split, before, now, next);
+    for (int i = 0; i < 2; ++i) {
+      s.split_state[2 * now.pair + i] = total_of(s.blocks[i], p, s);
+      if (!moves[i] || now.first) continue;
+      float* sums = out + i * kLanes * s.ld;
+      for (int64_t d = 0; d < s.ld; ++d) store(sums + d * kLanes, load(sums + d * kLanes) * factor[i]);
+    }
+    before = now;
+    if (filtered && s.left_out[now.step].count > 0) {
+      work(split, now, none, none);
+      split.rows.locate(p, t, first_key + now.step * kStep);
+      for (int i = 0; i < 2; ++i)
+        add_left_out_values(split.rows, p.D, s.left_out[now.step], who_sees[i], now.weights(i),
+                            out + i * kLanes * s.ld);
+      before = none;
+    }
+    now = next;
   }
+  work(split, before, none, none);
 }
 
 // In place of the one in attention_tiles.h: lanes are rows. Rows that saw nothing of the split stay as they are.
@@ -524,28 +747,56 @@ void merge_split(const Tile& t, const BlockTotal* state, const float* out, Scrat
   }
 }
 
-// In place of the one in attention_tiles.h.
+// ln(x) of numbers >= 0, with a relative error of 1e-7.
+ATTN_INLINE Vec<float> log(Vec<float> x) {
+  typedef Vec<float> V;
+  const V m = (V)_mm512_getmant_ps((__m512)x, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_src);
+  V e = (V)_mm512_getexp_ps((__m512)x);
+  e = m < splat(1.0f) ? e + splat(1.0f) : e;                     // 0.75 <= m < 1.5
+  const V s = (m - splat(1.0f)) / (m + splat(1.0f)), t = s * s;  // ln(m) = 2 artanh(s)
+  V q = fma(splat(2.0f / 11), t, splat(2.0f / 9));
+  q = fma(q, t, splat(2.0f / 7));
+  q = fma(q, t, splat(2.0f / 5));
+  q = fma(q, t, splat(2.0f / 3));
+  q = fma(q * t, s, s + s);
+  return fma(e, splat(0x1.62e4p-1f), fma(e, splat(1.42860682e-6f), q));  // ln(2) in two parts
+}
+
+// In place of the one in attention_tiles.h: lanes are rows.
 template <class T>
 void write_tile(const AttentionParams& p, const Tile& t, Scratch& s) {
   typedef Vec<float> V;
+  RowCursor cursor(t);
   for (int64_t b = 0; b < blocks_of(t); ++b) {
     const int64_t rows = min_of(kLanes, t.rows - b * kLanes);
-    V factor{};
     T* to[kLanes];
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t r = b * kLanes + i, head = t.head(r), token = t.token(r);
-      const float* sink = p.sinks ? static_cast<const float*>(p.sinks) + head : nullptr;
-      const auto result = SoftmaxState<float>{s.total_state[b].max[i], V{s.total_state[b].sum[i]}}.finish(sink);
-      factor[i] = result.factor;
-      static_cast<float*>(p.lse)[t.seq.lse_offset + head * p.lse_head_stride + token] = result.lse;
+    float* lse[kLanes];
+    V sink = splat(-kInf);
+    for (int64_t i = 0; i < rows; ++i, cursor.next()) {
+      const int64_t token = cursor.token, head = cursor.head;
       to[i] = static_cast<T*>(p.out) + t.seq.out_offset + token * p.out_row_stride + head * p.out_head_stride;
+      lse[i] = static_cast<float*>(p.lse) + t.seq.lse_offset + head * p.lse_head_stride + token;
+      if (p.sinks) sink[i] = static_cast<const float*>(p.sinks)[head];
+      prefetch_row(to[i] + ceil_div(kLanes, t.heads) * p.out_row_stride, p.D);
     }
+    const BlockTotal& state = s.total_state[b];
+    const V top = p.sinks ? vmax(state.max, sink) : state.max, base = top == splat(-kInf) ? V{} : top;
+    V sum = state.sum, factor = splat(1.0f);
+    if (p.sinks) {
+      factor = exp(state.max - base);
+      sum = sum * factor + exp(sink - base);
+    }
+    const IVec<float> none = sum == V{};
+    factor = none ? V{} : factor / sum;
+    const V result = none ? splat(-kInf) : base + log(sum);
+    for (int64_t i = 0; i < rows; ++i) *lse[i] = result[i];
+
     const float* from = s.total + b * kLanes * s.ld;
     for (int64_t d = 0; d < p.D; d += tmm::kDepth) {
       V pairs[kLanes] = {};  // of d, lanes are rows; transposed: rows
-      for (int64_t i = 0; i < min_of(kLanes, (s.ld - d) / 2); ++i)
-        store_pair(reinterpret_cast<char*>(&pairs[i]), load(from + (d + 2 * i) * kLanes) * factor,
-                   load(from + (d + 2 * i + 1) * kLanes) * factor);
+      const int64_t count = min_of(kLanes, (s.ld - d) / 2);
+      for (int64_t i = 0; i < count; ++i)
+        pairs[i] = pair_up(load(from + (d + 2 * i) * kLanes) * factor, load(from + (d + 2 * i + 1) * kLanes) * factor);
       transpose<float>(pairs);
       const __mmask32 mask = p.D - d >= tmm::kDepth ? __mmask32(-1) : (__mmask32(1) << (p.D - d)) - 1;
       for (int64_t i = 0; i < rows; ++i) _mm512_mask_storeu_epi16(to[i] + d, mask, (__m512i)pairs[i]);
