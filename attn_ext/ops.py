@@ -19,6 +19,9 @@ import math
 
 import torch
 from torch import Tensor
+from torch._C import _AutoDispatchBelowAutograd as _below_autograd
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from attn_ext import _registration
 from attn_ext._extension import _C as _C  # registers the ops with torch
@@ -42,6 +45,34 @@ __all__ = [
 ]
 
 _ops = torch.ops.attn_ext
+
+
+def _quick(op):
+    """The op, called past the Python kernel that asks for gradients (_registration.py) where none can be wanted."""
+
+    def call(*args, **kwargs):
+        asks = is_compiling() or torch.is_grad_enabled() or forward_ad._current_level >= 0
+        if asks or torch.is_inference_mode_enabled():
+            return op(*args, **kwargs)
+        with _below_autograd():
+            return op(*args, **kwargs)
+
+    return call
+
+
+_append_kv = _quick(_ops.append_kv.default)
+_attention = _quick(_ops.attention.default)
+_attention_varlen = _quick(_ops.attention_varlen.default)
+_copy_blocks = _quick(_ops.copy_blocks.default)
+_decoder_layer = _quick(_ops.decoder_layer.default)
+_layer_norm = _quick(_ops.layer_norm.default)
+_linear = _quick(_ops.linear.default)
+_masked_softmax = _quick(_ops.masked_softmax.default)
+_merge_attention = _quick(_ops.merge_attention.default)
+_paged_attention = _quick(_ops.paged_attention.default)
+_qkv_projection = _quick(_ops.qkv_projection.default)
+_qkv_projection_to_cache = _quick(_ops.qkv_projection_to_cache.default)
+_rms_norm = _quick(_ops.rms_norm.default)
 
 
 def _fake(name):
@@ -189,7 +220,7 @@ def linear(
     >>> attn_ext.linear(x, torch.eye(2), torch.tensor([0.5, -2.0]), residual=x)
     tensor([[2.5000, 2.0000]])
     """
-    return _ops.linear.default(x, weight, bias, activation=activation, residual=residual, multiply=multiply)
+    return _linear(x, weight, bias, activation=activation, residual=residual, multiply=multiply)
 
 
 @_fake("linear")
@@ -224,7 +255,7 @@ def qkv_projection(
     (torch.Size([2, 5, 4, 4]), torch.Size([2, 5, 2, 4]), True)
     """
     n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-    qkv = _ops.qkv_projection.default(x, weight, bias, n_heads=n_heads, n_kv_heads=n_kv_heads)
+    qkv = _qkv_projection(x, weight, bias, n_heads=n_heads, n_kv_heads=n_kv_heads)
     heads = qkv.unflatten(-1, (n_heads + 2 * n_kv_heads, -1))
     return heads.split([n_heads, n_kv_heads, n_kv_heads], dim=-2)
 
@@ -267,7 +298,7 @@ def qkv_projection_to_cache(
     (torch.Size([2, 2, 8]), True, False)
     """
     cos, sin, positions = (None, None, None) if rope is None else rope
-    return _ops.qkv_projection_to_cache.default(
+    return _qkv_projection_to_cache(
         x, weight, bias, key_cache, value_cache, slot_mapping,
         n_heads=n_heads, n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
         rope_cos=cos, rope_sin=sin, positions=positions,
@@ -302,7 +333,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     >>> attn_ext.rms_norm(torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.ones(4), eps=0.0)
     tensor([[1.2000, 1.6000, 0.0000, 0.0000]])
     """
-    return _ops.rms_norm.default(x, weight, eps)
+    return _rms_norm(x, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -321,7 +352,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     >>> attn_ext.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.tensor([0.0, 0.5]), eps=0.0)
     tensor([[-1.0000,  1.5000]])
     """
-    return _ops.layer_norm.default(x, weight, bias, eps)
+    return _layer_norm(x, weight, bias, eps)
 
 
 _FLOAT32_OVERFLOW = 2.0**128 - 2.0**103  # from here on a number is infinite in float32
@@ -374,7 +405,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, causal: bool =
     tensor([[1.0000, 0.0000],
             [0.5000, 0.5000]])
     """
-    return _ops.masked_softmax.default(scores, mask, causal=causal, scale=scale)
+    return _masked_softmax(scores, mask, causal=causal, scale=scale)
 
 
 @_fake("masked_softmax")
@@ -419,7 +450,7 @@ def attention(
     >>> attn_ext.attention(q, k, v, causal=True)[0, :, 0, 0]
     tensor([1.0000, 1.5000, 2.0000])
     """
-    out, lse = _ops.attention.default(
+    out, lse = _attention(
         q, k, v, **_options("attention", causal, scale, window, softcap, alibi_slopes, sinks, mask, bias)
     )
     return (out, lse) if return_lse else out
@@ -486,7 +517,7 @@ def attention_varlen(
     >>> bool(torch.equal(out[1:], attn_ext.attention(q[None, 1:], k[None, 1:], v[None, 1:], causal=True)[0]))
     True
     """
-    out, lse = _ops.attention_varlen.default(
+    out, lse = _attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         **_options("attention_varlen", causal, scale, window, softcap, alibi_slopes, sinks, mask, bias),
     )  # fmt: skip
@@ -533,7 +564,7 @@ def paged_attention(
     >>> bool(torch.equal(out, attn_ext.attention(q, k, v)))
     True
     """
-    out, lse = _ops.paged_attention.default(
+    out, lse = _paged_attention(
         q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         **_options("paged_attention", causal, scale, window, softcap, alibi_slopes, sinks, mask, bias),
     )  # fmt: skip
@@ -568,7 +599,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     >>> torch.allclose(out, attn_ext.attention(q, k, v), atol=1e-6)
     True
     """
-    return _ops.merge_attention.default(out_a, lse_a, out_b, lse_b)
+    return _merge_attention(out_a, lse_a, out_b, lse_b)
 
 
 @_fake("merge_attention")
@@ -623,7 +654,7 @@ def decoder_layer(
     torch.Size([3, 16])
     """
     cos, sin, positions = (None, None, None) if rope is None else rope
-    return _ops.decoder_layer.default(
+    return _decoder_layer(
         x, *norm_1, *qkv, *out, *norm_2, *gate, *up, *down, key_cache, value_cache, slot_mapping, block_table, seq_lens,
         cu_seqlens_q, max_seqlen_q, n_heads=n_heads, n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
         norm=norm, eps=eps, activation=activation, window_left=window_left, rope_cos=cos, rope_sin=sin,
@@ -669,7 +700,7 @@ def append_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
     >>> k_cache[1, :, 0, 0]
     tensor([0., 1., 0., 0.])
     """
-    _ops.append_kv.default(key, value, key_cache, value_cache, slot_mapping)
+    _append_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
 @_fake("append_kv")
@@ -701,7 +732,7 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, block_pairs: Tensor | li
     if not isinstance(block_pairs, Tensor):
         pairs = torch.tensor(block_pairs, device=key_cache.device)  # of floats or bools: refused like such a tensor
         block_pairs = pairs if len(block_pairs) else pairs.long().reshape(0, 2)
-    _ops.copy_blocks.default(key_cache, value_cache, block_pairs)
+    _copy_blocks(key_cache, value_cache, block_pairs)
 
 
 @_fake("copy_blocks")

@@ -53,7 +53,13 @@ def test_rounds_beside_a_slow_guard_do_not_count():
 
 def test_a_machine_that_is_never_calm_still_ends():
     timings = timer.take_turns({"a": lambda i: 1.0}, seconds=0.0, guard=FakeGuard(*[9.0] * 1000), rounds=3)
-    assert len(timings["a"].seconds) == 3
+    assert (len(timings["a"].seconds), timings["a"].disturbed) == (3, 3)
+
+
+def test_calm_rounds_come_first_where_they_are_too_few():
+    guard = FakeGuard(1, 1, *[9.0] * 1000)  # around the first sample only
+    timings = timer.take_turns({"a": lambda i: float(i)}, seconds=0.0, guard=guard, rounds=3)
+    assert timings["a"].seconds[0] == 0.0 and (timings["a"].disturbed, timings["a"].rejected) == (2, 6)
 
 
 def test_candidates_take_turns_on_changing_inputs():

@@ -84,7 +84,7 @@ class Row:
         timings = {
             name: {
                 "median_s": t.median, "p25_s": t.spread[0], "p75_s": t.spread[1],
-                "calls": len(t.seconds), "rejected": t.rejected,
+                "calls": len(t.seconds), "rejected": t.rejected, "disturbed": t.disturbed,
             }
             for name, t in self.timings.items()
         }  # fmt: skip

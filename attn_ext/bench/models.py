@@ -41,7 +41,7 @@ class EngineTimes:
     def as_dict(self) -> dict:
         return {
             name: {"median_s": t.median, "p25_s": t.spread[0], "p75_s": t.spread[1],
-                   "samples": len(t.seconds), "rejected": t.rejected}
+                   "samples": len(t.seconds), "rejected": t.rejected, "disturbed": t.disturbed}
             for name, t in (("decode", self.decode), ("prefill", self.prefill))
         } | {"agreement": self.agreement}  # fmt: skip
 
@@ -131,7 +131,7 @@ def _compare(model, directory, dtype, peers, quick, threads, guard, say, log) ->
 
 def _measure(workers, count, rounds, new, prompts, guard, pause: float = 0.3) -> dict[str, EngineTimes]:
     """`rounds` rounds in which every engine gets the same prompts; disturbed ones are repeated, at most as often."""
-    order, kept, taken = list(workers), [], 0
+    order, kept, taken, disturbed = list(workers), [], 0, 0
     while len(kept) < rounds and taken < 2 * rounds:
         batch, samples, before = prompts(count), {}, guard()
         calm = True
@@ -148,10 +148,11 @@ def _measure(workers, count, rounds, new, prompts, guard, pause: float = 0.3) ->
         taken += 1
         if calm or taken > 2 * rounds - (rounds - len(kept)):  # no turns left to wait for a calm one
             kept.append(samples)
+            disturbed += not calm
     return {
         name: EngineTimes(
-            decode=Timing([round[name][2] for round in kept], taken),
-            prefill=Timing([round[name][1] for round in kept], taken),
+            decode=Timing([round[name][2] for round in kept], taken, disturbed),
+            prefill=Timing([round[name][1] for round in kept], taken, disturbed),
             agreement=statistics.mean(_agreement(round["attn_ext"][0], round[name][0]) for round in kept),
         )
         for name in workers

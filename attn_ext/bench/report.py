@@ -71,7 +71,8 @@ def row_cells(row: dict, machine: dict) -> list[list[str]]:
     megabytes = row["bytes"] / 1e6
     data = f"{megabytes:.0f}" if megabytes >= 10 else f"{megabytes:.2g}"
     data += "*" if row["bytes"] > machine["last_level_cache"] else " "
-    taken = ours["calls"] + ours["rejected"]
+    rejected = f"{ours['rejected']}/{ours['calls'] + ours['rejected']}"
+    rejected += f" ({ours['disturbed']})" if ours.get("disturbed") else ""
     lines = []
     for name, ratio in row["ratio"].items():
         low, high = row["ratio_quartiles"][name]
@@ -79,7 +80,7 @@ def row_cells(row: dict, machine: dict) -> list[list[str]]:
         cells = [theirs, f"{ratio:.2f} ±{(high - low) / 2 / ratio:.0%}"]
         if name == "torch":
             start = [row["op"], row["shape"], row["dtype"], data, milliseconds(ours)]
-            lines.append([*start, *cells, rate, f"{row['share_of_limit']:.0%}", f"{ours['rejected']}/{taken}"])
+            lines.append([*start, *cells, rate, f"{row['share_of_limit']:.0%}", rejected])
         else:
             lines.append(["", f"  beside {name}", "", "", "", *cells, "", "", ""])
     return lines

@@ -57,7 +57,8 @@ def quartiles(values: list[float]) -> tuple[float, float]:
 
 @dataclass
 class Timing:
-    """Seconds of each timed call of one candidate that counts, and how many were taken.
+    """Seconds of each timed call of one candidate that counts, how many were taken, and how many of those that count
+    come from a disturbed machine, because there were too few others.
 
     >>> from attn_ext.bench import Timing
     >>> timing = Timing([0.003, 0.001, 0.002], taken=4)
@@ -67,6 +68,7 @@ class Timing:
 
     seconds: list[float]
     taken: int
+    disturbed: int = 0
 
     @property
     def median(self) -> float:
@@ -143,8 +145,9 @@ def take_turns(
 
     Each is given the number of the sample and returns its seconds. The order turns round every time. A round counts as
     a whole or not at all, so that the i-th sample of one candidate is beside the i-th of the others. Where the machine
-    is disturbed for three times as long as was planned, the rounds with the fastest guards count. What does not count
-    is reported as rejected.
+    is disturbed for three times as long as was planned, the rounds with the fastest guards count, which favours nobody:
+    guards know nothing of the samples. What does not count is reported as rejected, what counts all the same as
+    disturbed.
 
     >>> from attn_ext.bench import Guard, take_turns
     >>> one = take_turns({"a": lambda i: 1.0, "b": lambda i: 2.0}, seconds=0.0, guard=Guard(1e-5), rounds=3)
@@ -171,7 +174,8 @@ def take_turns(
             break
     taken.sort(key=lambda entry: entry[0])
     kept = [sample for _, sample in taken[: max(counted, min(rounds, len(taken)))]]
-    return {name: Timing([sample[name] for sample in kept], len(taken)) for name in candidates}
+    disturbed = max(0, len(kept) - counted)
+    return {name: Timing([sample[name] for sample in kept], len(taken), disturbed) for name in candidates}
 
 
 def alternate(case: Case, *, seconds: float, guard: Guard | None = None, rounds: int = 7) -> dict[str, Timing]:
