@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kDepthBlock = 256;              // k summed in registers before it joins the total
 constexpr int64_t kChunk = kMostPanels * kPanel;  // columns multiplied at a time: a group of linear
-constexpr int64_t kTaskRows = 192;                // rows of a task: preparing W costs 1/192 of a multiplication each
+constexpr int64_t kTaskRows = 384;                // rows of a task: preparing W costs 1/384 of a multiplication each
 constexpr int64_t kFewTaskRows = 48;              // ... where that leaves workers without a task, but no fewer
 
 // Columns n .. n + columns - 1 of the product. With a packed weight sums begin at the panel that holds n.

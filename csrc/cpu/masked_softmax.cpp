@@ -67,14 +67,17 @@ Vec<Accumulate<T>> load_scores(const MaskedSoftmaxParams& p, const Row<T>& r, Ac
   };
   int64_t j = 0;
   for (; j + w <= r.n; j += w) take(j, load(r.scores + j));
-  if (j < r.n) take(j, load_first(r.scores + j, r.n - j));
-  if (!p.mask && r.n % w == 0) return max;
+  if (j < r.n) {
+    const Vec<A> last = scale * load_first(r.scores + j, r.n - j);
+    const Vec<A> scaled = lane_index<A>() < splat_index<A>(r.n - j) ? last : splat(A(-kInf));
+    store(row + j, scaled);
+    max = vmax(max, scaled);
+  }
+  if (!p.mask) return max;
 
-  if (p.mask) apply_mask(p, r.mask_offset, r.n, row);
-  const int64_t padded = round_up(r.n, w);
-  for (j = r.n; j < padded; ++j) row[j] = A(-kInf);
+  apply_mask(p, r.mask_offset, r.n, row);
   max = splat(A(-kInf));
-  for (j = 0; j < padded; j += w) max = vmax(max, load(row + j));
+  for (j = 0; j < r.n; j += w) max = vmax(max, load(row + j));
   return max;
 }
 

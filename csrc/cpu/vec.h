@@ -318,6 +318,11 @@ ATTN_INLINE Vec<Accumulate<T>> load(const T* p) {
 // The first n < W elements; the other lanes are 0. Nothing past them is read.
 template <class T>
 ATTN_INLINE Vec<Accumulate<T>> load_first(const T* p, int64_t n) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __mmask16 first = __mmask16((1u << n) - 1);
+  if constexpr (sizeof(T) == 4) return (Vec<float>)_mm512_maskz_loadu_ps(first, p);
+  if constexpr (sizeof(T) == 2) return widen(T{}, (HalfBits)_mm256_maskz_loadu_epi16(first, p));
+#endif
   T lanes[W<Accumulate<T>>] = {};
   memcpy(lanes, p, size_t(n) * sizeof(T));
   return load(lanes);
@@ -335,6 +340,11 @@ ATTN_INLINE void store(T* p, Vec<Accumulate<T>> v) {
 
 template <class T>
 ATTN_INLINE void store_first(T* p, Vec<Accumulate<T>> v, int64_t n) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __mmask16 first = __mmask16((1u << n) - 1);
+  if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, first, (__m512)v);
+  if constexpr (sizeof(T) == 2) return _mm256_mask_storeu_epi16(p, first, (__m256i)narrow(T{}, v));
+#endif
   T lanes[W<Accumulate<T>>];
   store(lanes, v);
   memcpy(p, lanes, size_t(n) * sizeof(T));
