@@ -19,7 +19,7 @@ template <class T>
 struct Scratch {
   using A = Accumulate<T>;
   using State = SoftmaxState<A>;
-  static constexpr int64_t kRows = 128;                  // of a tile, at most
+  static constexpr int64_t kRows = 256;                  // of a tile, at most
   static constexpr int kPerStep = Product<T>::kPerStep;  // keys or elements of a head that one product takes
 
   Element<T>* q;                 // (rows, D)
