@@ -90,7 +90,8 @@ class Guard:
 
     >>> from attn_ext.bench import Guard
     >>> guard = Guard(1e-4)
-    >>> 0 < guard.best <= guard()
+    >>> taken = guard()
+    >>> 0 < guard.best <= taken
     True
     """
 

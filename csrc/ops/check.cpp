@@ -7,6 +7,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "ops/huge_pages.h"
+
 namespace attn_ext::ops {
 
 std::string to_string(const Shape& shape) {
@@ -236,7 +238,14 @@ Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       int64_t(shape.size()), shape.data(), strides.data(),
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), type, index, &handle));
-  return Tensor(handle);
+  Tensor out(handle);
+  // A fresh result of many megabytes is memory that the system hands out as it is first written, and in pages of 4 KB
+  // that takes longer than a softmax.
+  if (out.is_cpu()) {
+    const int64_t bytes = out.numel() * int64_t(out.element_size());
+    if (bytes >= kHugePage) advise_huge_pages(reinterpret_cast<uintptr_t>(out.mutable_data_ptr()), bytes);
+  }
+  return out;
 }
 
 Tensor new_tensor(const Tensor& like, const Shape& shape) { return new_tensor(like, shape, like.scalar_type()); }

@@ -1,5 +1,4 @@
 // masked_softmax: checks and output.
-#include "ops/huge_pages.h"
 #include "ops/launch.h"
 #include "ops/ops.h"
 
@@ -58,9 +57,6 @@ Tensor masked_softmax(Tensor scores, OptionalTensor mask, bool causal, double sc
   for (int i = 0; i < 3; ++i) p.scores_strides[i] = s.size(i) == 1 ? 0 : s.stride(i);
   p.scores = s.const_data_ptr();
   p.out = out.mutable_data_ptr();
-  // A fresh result of many megabytes is memory that the system hands out as it is first written, and in pages of 4 KB
-  // that takes longer than the softmax.
-  if (out.is_cpu()) advise_huge_pages(reinterpret_cast<uintptr_t>(p.out), out.numel() * int64_t(out.element_size()));
   if (p.B0 * p.B1 * p.Tq * p.Tk > 0) run(c.op, scores, p);
   return out;
 }
