@@ -667,6 +667,7 @@ def _(x, norm_1, norm_1_bias, qkv, qkv_bias, out, out_bias, norm_2, norm_2_bias,
       down_bias, key_cache, value_cache, slot_mapping, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, *, n_heads,
       n_kv_heads, norm, eps, activation, window_left=-1, rope_cos=None, rope_sin=None, positions=None):  # fmt: skip
     op = "decoder_layer"
+    _must(gate is not None or gate_bias is None, op, "gate", "have a weight where it has a bias", "none")
     _must(x.dim() == 2, op, "x", "have shape (total, C)", tuple(x.shape))
     _must_share_device(op, x=x, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping,
                        block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, cos=rope_cos,

@@ -186,8 +186,8 @@ def _print(data: dict) -> None:
         out.print(
             "data: what a call must read and write; * more than the last-level cache holds.  ms: median ± half the"
             " distance\nbetween the quartiles.  x torch: its time over ours, calls side by side.  limit: the least time"
-            " that the measured\nlimits allow, over ours.  rejected: rounds during which the machine was disturbed,"
-            "\nin brackets such rounds that count, for want of others.",
+            " that the measured\nlimits allow, over ours.  rejected: share of rounds during which the machine was"
+            "\ndisturbed; in brackets: such rounds that count, for want of others.",
             style="dim",
         )
         for name, reason in {pair for row in data["rows"] for pair in row["skipped"].items()}:

@@ -71,7 +71,7 @@ def row_cells(row: dict, machine: dict) -> list[list[str]]:
     megabytes = row["bytes"] / 1e6
     data = f"{megabytes:.0f}" if megabytes >= 10 else f"{megabytes:.2g}"
     data += "*" if row["bytes"] > machine["last_level_cache"] else " "
-    rejected = f"{ours['rejected']}/{ours['calls'] + ours['rejected']}"
+    rejected = f"{ours['rejected'] / (ours['calls'] + ours['rejected']):.0%}"
     rejected += f" ({ours['disturbed']})" if ours.get("disturbed") else ""
     lines = []
     for name, ratio in row["ratio"].items():

@@ -29,6 +29,7 @@ Tensor decoder_layer(Tensor x, Tensor norm_1, OptionalTensor norm_1_bias, Tensor
   const bool rms = norm == "rms_norm";
   ATTN_EXT_CHECK(c, rms || norm == "layer_norm", "norm", "be 'rms_norm' or 'layer_norm'", "'" + norm + "'");
   ATTN_EXT_CHECK(c, !rms || (!norm_1_bias && !norm_2_bias), "norm_1 and norm_2", "have no bias with 'rms_norm'", "one");
+  ATTN_EXT_CHECK(c, gate || !gate_bias, "gate", "have a weight where it has a bias", "none");
   c.finite(eps, "eps", x.scalar_type());
   ATTN_EXT_CHECK(c, eps >= 0, "eps", "be at least 0", number(eps));
   activation_of(c, activation);

@@ -108,6 +108,7 @@ BAD = [
     ({"qkv": (randn(8 * D, C), randn(3))}, "qkv's bias"), ({"out": (randn(C, H * D + 1), None)}, "out"),
     ({"out": (randn(C + 1, H * D), None)}, "out"), ({"out": (randn(C, H * D).half(), None)}, "x and out"),
     ({"up": (randn(INNER, C + 1), None)}, "up"), ({"gate": (randn(INNER + 1, C), None)}, "gate"),
+    ({"gate": (None, randn(INNER))}, "gate"),
     ({"down": (randn(C, INNER + 16), None)}, "down"), ({"down": (randn(C, INNER), randn(INNER))}, "down's bias"),
     ({"down": (attn_ext.pack_weight(randn(C, INNER))[::2], None)}, "down"), ({"n_heads": 3}, "the number of query"),
     ({"window_left": -2}, "window"), ({"slot_mapping": ints(range(8), torch.int64)}, "slot_mapping"),
