@@ -76,6 +76,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("dtype", DTYPES, ids=_name)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """`-n auto`: a process for each core that this one may use; each holds torch, so not more than 8."""
+    return min(8, len(os.sched_getaffinity(0)))
+
+
 @pytest.fixture
 def backend(request):
     """The name of a backend, in force while the test runs; with `cuda`, tensors are made on the GPU."""

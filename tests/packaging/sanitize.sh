@@ -35,18 +35,7 @@ if [ $# -gt 0 ]; then
   exit
 fi
 
-# Two cores, two halves. Registration is left out: it runs torch's tracing and its compiler, on kernels tested here anyway.
-# simt runs on fibers and has checks of its own.
-halves=("test_attention.py test_invariance.py" "")
-for file in "$root"/tests/ops/test_*.py; do
-  name=$(basename "$file")
-  case " ${halves[0]} test_registration.py " in *" $name "*) ;; *) halves[1]+=" $name" ;; esac
-done
-in_ops() { for name in $1; do echo "$root/tests/ops/$name"; done; }
-mapfile -t second < <(in_ops "${halves[1]}")
-mapfile -t first < <(in_ops "${halves[0]}")
-test "${second[@]}" -k "not inductor and not simt" > "$work/second.log" 2>&1 &
-test "${first[@]}" -k "not simt" && first_passed=1 || first_passed=0
-wait $! && second_passed=1 || second_passed=0
-cat "$work/second.log"
-[ $first_passed = 1 ] && [ $second_passed = 1 ]
+# Registration is left out: it runs torch's tracing and its compiler, on kernels tested here anyway. simt runs on fibers
+# and has checks of its own.
+test -n auto --dist worksteal "$root/tests/ops" --ignore "$root/tests/ops/test_registration.py" \
+  -k "not simt"
