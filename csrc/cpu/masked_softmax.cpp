@@ -44,7 +44,8 @@ struct Row {
   int64_t mask_offset;
   int64_t n;  // columns that causality leaves
 
-  Row(const MaskedSoftmaxParams& p, int64_t b0, int64_t b1, int64_t i) {
+  Row(const MaskedSoftmaxParams& p, int64_t row) {
+    const int64_t b0 = row / p.Tq / p.B1, b1 = row / p.Tq % p.B1, i = row % p.Tq;
     const int64_t* s = p.scores_strides;
     scores = static_cast<const T*>(p.scores) + b0 * s[0] + b1 * s[1] + i * s[2];
     out = static_cast<T*>(p.out) + ((b0 * p.B1 + b1) * p.Tq + i) * p.Tk;
@@ -81,8 +82,9 @@ Vec<Accumulate<T>> load_scores(const MaskedSoftmaxParams& p, const Row<T>& r, Ac
   return max;
 }
 
+// `next` comes to the first cache, its result's lines too, while this row's exponentials are computed.
 template <class T>
-void softmax_row(const MaskedSoftmaxParams& p, const Row<T>& r, Accumulate<T>* row) {
+void softmax_row(const MaskedSoftmaxParams& p, const Row<T>& r, const Row<T>& next, Accumulate<T>* row) {
   using A = Accumulate<T>;
   constexpr int64_t w = W<A>;
   const int64_t padded = round_up(r.n, w);
@@ -93,6 +95,8 @@ void softmax_row(const MaskedSoftmaxParams& p, const Row<T>& r, Accumulate<T>* r
        begin += kSumBlock) {  // sums of sums: a long chain would gather its roundings
     Vec<A> block_sum{};
     for (int64_t j = begin; j < min_of(padded, begin + kSumBlock); j += w) {
+      __builtin_prefetch(next.scores + j);
+      __builtin_prefetch(next.out + j, 1);
       const Vec<A> weight = exp2_scaled(load(row + j) - base, log2_e);
       store(row + j, weight);
       block_sum += weight;
@@ -123,7 +127,7 @@ void softmax_of(const MaskedSoftmaxParams& p, const Launch& launch) {
     A* row = reinterpret_cast<A*>(launch.workspace + worker * bytes);
     for (int64_t task; queue.take(task);)
       for (int64_t r = task * rows_per_task; r < min_of(rows, (task + 1) * rows_per_task); ++r)
-        softmax_row(p, Row<T>(p, r / p.Tq / p.B1, r / p.Tq % p.B1, r % p.Tq), row);
+        softmax_row(p, Row<T>(p, r), Row<T>(p, min_of(r + 1, rows - 1)), row);
   });
 }
 
