@@ -234,7 +234,8 @@ def test_a_forked_child(threads, work):
 
 @counts_instructions
 def test_the_cost_of_linear():
-    """Products of tiles are those of the matrices, a load feeds one, sums are stored once, and all are whole lines."""
+    """Products of tiles are those of the matrices, a load feeds one or, where few rows wait for memory, half of one;
+    sums are stored once, and all are whole lines."""
     n, k = 256, 768
     for m, packed in ((128, True), (128, False), (8, True), (1, True), (1, False)):
         x, weight = aligned(m, k), aligned(n, k)
@@ -244,7 +245,7 @@ def test_the_cost_of_linear():
             attn_ext.linear(x, weight)
         tiles = -(-m // 16) * n // 16
         assert counts["tdpbf16ps"] == tiles * k // 32
-        assert counts["tileloadd"] == counts["tdpbf16ps"] * (1.0 if m > 16 else 1.25)
+        assert counts["tileloadd"] == counts["tdpbf16ps"] * (1.0 if m > 16 else 2.0)
         assert counts["tilestored"] == tiles and counts["unaligned_rows"] == 0
 
 

@@ -7,8 +7,8 @@
 //
 //   rows of x   left tiles   right tiles   sums    loads a product
 //   17 and more x            W^T           2 x 2   1      tiles of x and W^T from L2: 45 bytes a cycle are the limit
-//   1 .. 16     x            W^T           1 x 4   1.25   packed weight: bound by the memory that W comes from
-//   1 .. 16     W in place   x^T           4 x 1   1.25   plain weight: no transposition; the sums are turned instead
+//   1 .. 16     x            W^T           1 x 1   2      packed weight: one stream of the memory that W comes from
+//   1 .. 16     W in place   x^T           1 x 1   2      plain weight: no transposition; the sums are turned instead
 #include "cpu/amx/pack.h"
 #include "cpu/kernels.h"
 #include "cpu/linear_row.h"
@@ -19,11 +19,11 @@ namespace {
 constexpr int64_t kColumns = 16;               // of a tile of sums
 constexpr int64_t kPairRows = 2 * tmm::kRows;  // rows of x that are multiplied at a time
 constexpr int64_t kLinearColumns = 32;         // of a group of linear, many rows
-constexpr int64_t kFewColumns = 64;            // the same, up to 16 rows
+constexpr int64_t kFewColumns = 32;            // the same, up to 16 rows
 constexpr int64_t kBlockBytes = 1 << 20;       // tiles of a block of rows of x: half of the L2 cache
 constexpr int64_t kLeastRows = 64;             // of a block: each panel of W^T comes from beyond L2 once a block
 constexpr int64_t kChunkColumns = 256;         // at least, of what a worker takes at a time, many rows
-constexpr int64_t kPrefetchTiles = 8;          // a stream of W is asked for this far ahead, into L2
+constexpr int64_t kAhead = 8 * tmm::kBytes;    // up to 16 rows, W is asked for this far ahead, into L2
 
 int64_t padded_k(const LinearParams& p) { return round_up(p.K, tmm::kDepth); }
 // Bytes from one output's part of the weight to the next.
@@ -260,54 +260,42 @@ tmm::Shapes few_shapes(int64_t rows, bool x_left) {
   return shapes;
 }
 
-// sums (rows, C tiles) = x times C tiles of W^T. Tiles of x are `x_tile` bytes.
-template <int C>
-ATTN_INLINE void multiply_few(int64_t steps, const char* x, int64_t x_tile, const Right& right, float* sums,
-                              int64_t ld) {
-  each<C>([&](auto c) { tmm::zero<decltype(c)::value>(); });
-  for (int64_t i = 0; i < steps; ++i) {
-    // Past the end of a column, whose neighbour is multiplied beside it, go to the one that will follow it.
-    const int64_t ahead = i + kPrefetchTiles < steps ? 0 : (C - 1) * right.stride;
-    tmm::load<4>(x + i * x_tile);
-    each<C>([&](auto c) {
-      const char* tile = right.base + decltype(c)::value * right.stride + i * tmm::kBytes;
-      for (int64_t line = 0; line < tmm::kBytes; line += 64)
-        __builtin_prefetch(tile + kPrefetchTiles * tmm::kBytes + ahead + line, 0, 2);
-      constexpr int b = 5 + decltype(c)::value % 3;
-      tmm::load<b>(tile);
-      tmm::dot<decltype(c)::value, 4, b>();
-    });
-  }
-  each<C>([&](auto c) {
-    tmm::store<decltype(c)::value>(sums + decltype(c)::value * kColumns, ld * int64_t(sizeof(float)));
-  });
+// A weight is read from end to end, each worker its part of it, and its lines are asked for kAhead bytes before they
+// are used. One tile of sums at a time: columns beside each other would be streams of their own, which all begin anew.
+ATTN_INLINE void ask(const char* memory, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(memory + line, 0, 2);
 }
 
-// The same by a plain weight, rows of C times 16 outputs where they are; xt: tiles of x^T.
-template <int C>
+// sums (rows, 16) = x times a column of tiles of W^T. Tiles of x are `x_tile` bytes.
+ATTN_INLINE void multiply_few(int64_t steps, const char* x, int64_t x_tile, const char* right, float* sums,
+                              int64_t ld) {
+  tmm::zero<0>();
+  for (int64_t i = 0; i < steps; ++i, x += x_tile, right += tmm::kBytes) {
+    ask(right + kAhead, tmm::kBytes);
+    tmm::load<4>(x);
+    tmm::load<5>(right);
+    tmm::dot<0, 4, 5>();
+  }
+  tmm::store<0>(sums, ld * int64_t(sizeof(float)));
+}
+
+// The same by a plain weight, 16 outputs where they are; xt: tiles of x^T.
 ATTN_INLINE void multiply_few_plain(int64_t steps, const char* weight, int64_t stride, const char* xt, int64_t rows,
                                     float* sums, int64_t ld) {
-  each<C>([&](auto c) { tmm::zero<decltype(c)::value>(); });
+  const char* ahead = weight + tmm::kRows * stride;  // in the weight's own order: a tile's lines lie far apart
+  tmm::zero<0>();
   for (int64_t i = 0; i < steps; ++i) {
+    ask(ahead + i * tmm::kBytes, tmm::kBytes);
     tmm::load<4>(xt + i * tmm::kBytes);
-    // The weight's own order, C tiles a step: those that this position of the next group holds.
-    const char* ahead = weight + C * tmm::kRows * stride + i * C * tmm::kBytes;
-    each<C>([&](auto c) {
-      for (int64_t line = 0; line < tmm::kBytes; line += 64)
-        __builtin_prefetch(ahead + decltype(c)::value * tmm::kBytes + line, 0, 2);
-      constexpr int a = 5 + decltype(c)::value % 3;
-      tmm::load<a>(weight + decltype(c)::value * tmm::kRows * stride + i * tmm::kRowBytes, stride);
-      tmm::dot<decltype(c)::value, a, 4>();
-    });
+    tmm::load<5>(weight + i * tmm::kRowBytes, stride);
+    tmm::dot<0, 5, 4>();
   }
-  each<C>([&](auto c) {
-    alignas(64) float turned[tmm::kFloats];
-    tmm::store<decltype(c)::value>(turned);
-    Vec<float> v[W<float>];
-    for (int i = 0; i < W<float>; ++i) v[i] = load(turned + i * kColumns);
-    transpose<float>(v);
-    for (int64_t r = 0; r < rows; ++r) store(sums + r * ld + decltype(c)::value * kColumns, v[r]);
-  });
+  alignas(64) float turned[tmm::kFloats];
+  tmm::store<0>(turned);
+  Vec<float> v[W<float>];
+  for (int i = 0; i < W<float>; ++i) v[i] = load(turned + i * kColumns);
+  transpose<float>(v);
+  for (int64_t r = 0; r < rows; ++r) store(sums + r * ld, v[r]);
 }
 
 template <class Finish>
@@ -317,25 +305,14 @@ void multiply_row(const LinearParams& p, const Plan& plan, const Scratch& s, int
   for (int64_t g = begin; g < end; ++g) {
     const Group group(p, g * plan.group_columns, min_of(plan.group_columns, p.N - g * plan.group_columns));
     const Right right = plan.x_left ? right_of(p, group, s) : Right{};
-    for (int64_t c = 0; c < group.tiles; c += 4) {
-      const auto run = [&](auto count) {
-        constexpr int C = decltype(count)::value;
-        float* sums = s.sums + c * kColumns;
-        if (plan.x_left) {
-          const Right columns{right.base + c * right.stride, right.stride};
-          multiply_few<C>(steps, s.x, p.M * tmm::kRowBytes, columns, sums, plan.ld);
-        } else {
-          const bf16* weight = static_cast<const bf16*>(p.weight) + (group.n + c * kColumns) * p.weight_stride;
-          multiply_few_plain<C>(steps, reinterpret_cast<const char*>(weight), p.weight_stride * int64_t(sizeof(bf16)),
-                                s.x, p.M, sums, plan.ld);
-        }
-      };
-      switch (min_of<int64_t>(4, group.tiles - c)) {
-        case 4: run(Constant<4>{}); break;
-        case 3: run(Constant<3>{}); break;
-        case 2: run(Constant<2>{}); break;
-        case 1: run(Constant<1>{}); break;
-      }
+    const char* weight = static_cast<const char*>(p.weight) + group.n * weight_stride(p);
+    for (int64_t c = 0; c < group.tiles; ++c) {
+      float* sums = s.sums + c * kColumns;
+      if (plan.x_left)
+        multiply_few(steps, s.x, p.M * tmm::kRowBytes, right.base + c * right.stride, sums, plan.ld);
+      else
+        multiply_few_plain(steps, weight + c * tmm::kRows * weight_stride(p), weight_stride(p), s.x, p.M, sums,
+                           plan.ld);
     }
     for (int64_t r = 0; r < p.M; ++r) finish(s.sums + r * plan.ld + group.offset, r, group);
   }
@@ -366,10 +343,12 @@ void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& la
         if (begin >= to) break;
         const int64_t end = min_of(to, begin + plan.chunk_groups);
         if (packed_block != block) {
-          if (plan.few)
+          if (plan.few) {
+            ask(static_cast<const char*>(p.weight) + begin * plan.group_columns * weight_stride(p), kAhead);
             pack_row(p, plan, s.x);
-          else
+          } else {
             pack_rows(p, first, count, s.x);
+          }
           packed_block = block;
         }
         if (p.K == 0) memset(s.sums, 0, size_t(2 * Scratch::sums_bytes(plan)));
