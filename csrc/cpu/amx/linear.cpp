@@ -22,7 +22,7 @@ constexpr int64_t kLinearColumns = 32;         // of a group of linear, many row
 constexpr int64_t kFewColumns = 64;            // the same, up to 16 rows
 constexpr int64_t kBlockBytes = 1 << 20;       // tiles of a block of rows of x: half of the L2 cache
 constexpr int64_t kLeastRows = 64;             // of a block: each panel of W^T comes from beyond L2 once a block
-constexpr int64_t kColours = 4;                // of blocks of rows of x: see Plan
+constexpr int64_t kL1Bytes = 48 << 10;         // of the first cache
 constexpr int64_t kChunkColumns = 256;         // at least, of what a worker takes at a time, many rows
 constexpr int64_t kPrefetchTiles = 8;          // a stream of W is asked for this far ahead, into L2
 
@@ -82,15 +82,16 @@ struct Group {
 // Parts: blocks of rows times ranges of groups. A worker begins at a part of its own, takes chunks of it, and then
 // helps with the others.
 //
-// The tiles of x have colours: those of one colour lie 4 KB apart, between those of the others, so that they share a
-// quarter of the sets of the first cache (64 sets of 64 bytes). Rows of one colour follow each other, and W^T of a
-// group stays in the other three quarters while x streams through this one. With tiles one behind the other x would
-// drive out all of it.
+// Where W^T of a group just fits the first cache, tiles of x have four colours: those of one colour lie 4 KB apart,
+// between those of the others, so that they share a quarter of the cache's sets (64 of 64 bytes). Rows of one colour
+// follow each other, and three quarters of W^T stay in the cache while x streams through the rest of it. With tiles one
+// behind the other x would drive out all of W^T.
 struct Plan {
   bool few;     // rows: one tile
   bool x_left;  // else x^T is the right factor, and rows of a plain weight are the left one where they are
   int64_t rows, row_blocks;
-  int64_t colour_pairs;  // of rows of one colour
+  int64_t colours, colour_pairs;  // pairs of tiles of rows of one colour
+  int64_t x_tile;                 // bytes from a tile of x to the next of its colour
   int64_t group_columns, groups;
   int64_t column_parts, part_groups, chunk_groups;
   int64_t ld;  // of the sums of a group
@@ -103,11 +104,13 @@ struct Plan {
     if (tiny) workers = 1;
     const int64_t fit = kBlockBytes / max_of<int64_t>(1, padded_k(p) * int64_t(sizeof(bf16)));
     const int64_t share = max_of<int64_t>(ceil_div(p.M, workers), 4 * kPairRows);  // enough rows for all workers
-    rows = round_up(max_of<int64_t>(kLeastRows, min_of(fit, share)), kPairRows);
+    rows = max_of(kLeastRows, min_of(fit / kPairRows * kPairRows, round_up(share, kPairRows)));
     row_blocks = ceil_div(p.M, rows);
     rows = round_up(ceil_div(p.M, row_blocks), kPairRows);
     row_blocks = ceil_div(p.M, rows);
-    colour_pairs = ceil_div(rows / kPairRows, kColours);
+    colours = group_columns * padded_k(p) * int64_t(sizeof(bf16)) <= kL1Bytes ? 4 : 1;
+    colour_pairs = ceil_div(rows / kPairRows, colours);
+    x_tile = colours * tmm::kBytes;
     part_groups = ceil_div(groups, ceil_div(workers, row_blocks));
     column_parts = ceil_div(groups, part_groups);
     chunk_groups = few ? 1 : ceil_div(kChunkColumns, group_columns);
@@ -124,8 +127,7 @@ struct alignas(64) Taken {
 
 // Scratch of one worker.
 struct Scratch {
-  static constexpr int64_t kTileOfX = kColours * tmm::kBytes;  // from one of a pair of rows to the next
-  char* x;                                                     // tiles of the rows of a block
+  char* x;      // tiles of the rows of a block
   char* right;  // (column tiles, K / 32) tiles of W^T, where they are not those of the weight
   float* sums;  // two of (rows of a pair, ld)
 
@@ -134,7 +136,7 @@ struct Scratch {
   }
   static int64_t x_bytes(const LinearParams& p, const Plan& plan) {
     if (plan.few) return tmm::kRows * padded_k(p) * int64_t(sizeof(bf16));
-    return plan.colour_pairs * 2 * steps_of(p) * kTileOfX;
+    return plan.colour_pairs * 2 * steps_of(p) * plan.x_tile;
   }
   static int64_t right_bytes(const LinearParams& p, const Plan& plan) {
     return stages_right(p, plan) ? plan.ld / kColumns * steps_of(p) * tmm::kBytes : 0;
@@ -145,7 +147,7 @@ struct Scratch {
   }
   // The first tile of pair number `pair` of the rows, where they are many.
   char* x_pair(const LinearParams& p, const Plan& plan, int64_t pair) const {
-    return x + pair % plan.colour_pairs * 2 * steps_of(p) * kTileOfX + pair / plan.colour_pairs * tmm::kBytes;
+    return x + pair % plan.colour_pairs * 2 * steps_of(p) * plan.x_tile + pair / plan.colour_pairs * tmm::kBytes;
   }
   Scratch(char* memory, const LinearParams& p, const Plan& plan) {
     x = memory;
@@ -161,10 +163,10 @@ void pack_rows(const LinearParams& p, const Plan& plan, int64_t first, int64_t c
   const int64_t row_bytes = p.x_stride * int64_t(sizeof(bf16)), used = p.K * int64_t(sizeof(bf16));
   for (int64_t r = 0; r < count; r += tmm::kRows) {
     const char* x = static_cast<const char*>(p.x) + (first + r) * row_bytes;
-    char* tile = s.x_pair(p, plan, r / kPairRows) + r % kPairRows / tmm::kRows * Scratch::kTileOfX;
+    char* tile = s.x_pair(p, plan, r / kPairRows) + r % kPairRows / tmm::kRows * plan.x_tile;
     const int64_t rows = min_of(tmm::kRows, count - r);
     const int64_t ahead = r + tmm::kRows < count ? tmm::kRows * row_bytes : 0;
-    for (int64_t k = 0; k < used; k += tmm::kRowBytes, tile += 2 * Scratch::kTileOfX) {
+    for (int64_t k = 0; k < used; k += tmm::kRowBytes, tile += 2 * plan.x_tile) {
       const int64_t bytes = min_of(tmm::kRowBytes, used - k);
       if (bytes < tmm::kRowBytes || rows < tmm::kRows) memset(tile, 0, tmm::kBytes);
       for (int64_t i = 0; i < rows; ++i) {
@@ -261,7 +263,7 @@ void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, in
       for (int64_t c = 0; c < group.tiles; c += 2) {
         const auto run = [&](auto rows, auto columns) {
           multiply_tiles<decltype(rows)::value, decltype(columns)::value>(
-              steps, x, Scratch::kTileOfX, right.base + c * right.stride, right.stride, sums + c * kColumns, plan.ld,
+              steps, x, plan.x_tile, right.base + c * right.stride, right.stride, sums + c * kColumns, plan.ld,
               [&](int64_t) {
                 for (int64_t i = 0; i < lines_per_step && ahead < ahead_end; ++i, ahead += 64)
                   __builtin_prefetch(ahead, 0, 2);
