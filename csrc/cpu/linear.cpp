@@ -203,7 +203,7 @@ int64_t scratch_bytes(const LinearParams& p, int64_t group_columns, int workers)
 template <class T>
 void linear_of(const LinearParams& p, const Launch& launch) {
   for_each_row<T>(p, kChunk, launch, [&](Accumulate<T>* sums, int64_t m, const Group& group) {
-    finish_linear_row<T>(p, m, group.n, group.columns, sums);
+    finish_linear_rows<T>(p, m, 1, group.n, group.columns, sums, 0);
   });
 }
 

@@ -6,7 +6,7 @@
 // of a group stay in tile registers over all of k.
 //
 //   rows of x   left tiles   right tiles   sums    loads a product
-//   17 and more x            W^T           2 x 2   1      tiles of x and W^T from L2: 45 bytes a cycle are the limit
+//   17 and more x            W^T           2 x 2   1      W^T from L1, as much as stays there; x from L2
 //   1 .. 16     x            W^T           1 x 1   2      packed weight: one stream of the memory that W comes from
 //   1 .. 16     W in place   x^T           1 x 1   2      plain weight: no transposition; the sums are turned instead
 #include "cpu/amx/pack.h"
@@ -22,32 +22,37 @@ constexpr int64_t kLinearColumns = 32;         // of a group of linear, many row
 constexpr int64_t kFewColumns = 32;            // the same, up to 16 rows
 constexpr int64_t kBlockBytes = 1 << 20;       // tiles of a block of rows of x: half of the L2 cache
 constexpr int64_t kLeastRows = 64;             // of a block: each panel of W^T comes from beyond L2 once a block
+constexpr int64_t kL1Bytes = 48 << 10;         // of the first cache
 constexpr int64_t kChunkColumns = 256;         // at least, of what a worker takes at a time, many rows
 constexpr int64_t kAhead = 8 * tmm::kBytes;    // up to 16 rows, W is asked for this far ahead, into L2
 
 int64_t padded_k(const LinearParams& p) { return round_up(p.K, tmm::kDepth); }
 // Bytes from one output's part of the weight to the next.
 int64_t weight_stride(const LinearParams& p) { return (p.packed ? p.K : p.weight_stride) * int64_t(sizeof(bf16)); }
+// Asks for the line that holds *to, to be written.
+ATTN_INLINE void prefetch_to_write(const void* to) {
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(to)));
+}
 int64_t steps_of(const LinearParams& p) { return ceil_div(p.K, tmm::kDepth); }
 
 // ------------------------------------------------------------------------------------------------ the products
 
-// sums (R tiles, C tiles) = R tiles of x times C tiles of W^T, over `steps` times 32 k. x: the tiles of a step follow
-// each other. After each step: between(step).
+// sums (R tiles, C tiles) = R tiles of x times C tiles of W^T, over `steps` times 32 k. Tiles of x are `x_tile` bytes
+// apart, those of a step follow each other. After each step: between(step).
 template <int R, int C, class Between>
-ATTN_INLINE void multiply_tiles(int64_t steps, const char* x, const char* right, int64_t right_stride, float* sums,
-                                int64_t ld, const Between& between) {
+ATTN_INLINE void multiply_tiles(int64_t steps, const char* x, int64_t x_tile, const char* right, int64_t right_stride,
+                                float* sums, int64_t ld, const Between& between) {
   static_assert(R <= 2 && C <= 2);
   constexpr int kLeft = 4, kRight = 6;  // registers: 0 .. 3 sums, then x, then W^T
   each<R>([&](auto r) { each<C>([&](auto c) { tmm::zero<2 * decltype(r)::value + decltype(c)::value>(); }); });
   for (int64_t i = 0; i < steps; ++i) {
-    const char* a = x + i * 2 * tmm::kBytes;
+    const char* a = x + i * 2 * x_tile;
     const char* b = right + i * tmm::kBytes;
     each<C>([&](auto c) {
       constexpr int column = decltype(c)::value;
       if constexpr (column == 0) tmm::load<kLeft>(a);
       tmm::load<kRight + column>(b + column * right_stride);
-      if constexpr (column == 0 && R == 2) tmm::load<kLeft + 1>(a + tmm::kBytes);
+      if constexpr (column == 0 && R == 2) tmm::load<kLeft + 1>(a + x_tile);
       each<R>([&](auto r) {
         constexpr int row = decltype(r)::value;
         tmm::dot<2 * row + column, kLeft + row, kRight + column>();
@@ -76,10 +81,17 @@ struct Group {
 
 // Parts: blocks of rows times ranges of groups. A worker begins at a part of its own, takes chunks of it, and then
 // helps with the others.
+//
+// Where W^T of a group just fits the first cache, tiles of x have four colours: those of one colour lie 4 KB apart,
+// between those of the others, so that they share a quarter of the cache's sets (64 of 64 bytes). Rows of one colour
+// follow each other, and three quarters of W^T stay in the cache while x streams through the rest of it. With tiles one
+// behind the other x would drive out all of W^T.
 struct Plan {
   bool few;     // rows: one tile
   bool x_left;  // else x^T is the right factor, and rows of a plain weight are the left one where they are
   int64_t rows, row_blocks;
+  int64_t colours, colour_pairs;  // pairs of tiles of rows of one colour
+  int64_t x_tile;                 // bytes from a tile of x to the next of its colour
   int64_t group_columns, groups;
   int64_t column_parts, part_groups, chunk_groups;
   int64_t ld;  // of the sums of a group
@@ -92,10 +104,13 @@ struct Plan {
     if (tiny) workers = 1;
     const int64_t fit = kBlockBytes / max_of<int64_t>(1, padded_k(p) * int64_t(sizeof(bf16)));
     const int64_t share = max_of<int64_t>(ceil_div(p.M, workers), 4 * kPairRows);  // enough rows for all workers
-    rows = round_up(max_of<int64_t>(kLeastRows, min_of(fit, share)), kPairRows);
+    rows = max_of(kLeastRows, min_of(fit / kPairRows * kPairRows, round_up(share, kPairRows)));
     row_blocks = ceil_div(p.M, rows);
     rows = round_up(ceil_div(p.M, row_blocks), kPairRows);
     row_blocks = ceil_div(p.M, rows);
+    colours = group_columns * padded_k(p) * int64_t(sizeof(bf16)) <= kL1Bytes ? 4 : 1;
+    colour_pairs = ceil_div(rows / kPairRows, colours);
+    x_tile = colours * tmm::kBytes;
     part_groups = ceil_div(groups, ceil_div(workers, row_blocks));
     column_parts = ceil_div(groups, part_groups);
     chunk_groups = few ? 1 : ceil_div(kChunkColumns, group_columns);
@@ -120,7 +135,8 @@ struct Scratch {
     return plan.x_left && (!p.packed || p.K % tmm::kDepth != 0);
   }
   static int64_t x_bytes(const LinearParams& p, const Plan& plan) {
-    return (plan.few ? tmm::kRows : plan.rows) * padded_k(p) * int64_t(sizeof(bf16));
+    if (plan.few) return tmm::kRows * padded_k(p) * int64_t(sizeof(bf16));
+    return plan.colour_pairs * 2 * steps_of(p) * plan.x_tile;
   }
   static int64_t right_bytes(const LinearParams& p, const Plan& plan) {
     return stages_right(p, plan) ? plan.ld / kColumns * steps_of(p) * tmm::kBytes : 0;
@@ -128,6 +144,10 @@ struct Scratch {
   static int64_t sums_bytes(const Plan& plan) { return kPairRows * plan.ld * int64_t(sizeof(float)); }
   static int64_t bytes(const LinearParams& p, const Plan& plan) {  // a vector more: the last row is read beyond its end
     return x_bytes(p, plan) + right_bytes(p, plan) + 2 * sums_bytes(plan) + 64;
+  }
+  // The first tile of pair number `pair` of the rows, where they are many.
+  char* x_pair(const LinearParams& p, const Plan& plan, int64_t pair) const {
+    return x + pair % plan.colour_pairs * 2 * steps_of(p) * plan.x_tile + pair / plan.colour_pairs * tmm::kBytes;
   }
   Scratch(char* memory, const LinearParams& p, const Plan& plan) {
     x = memory;
@@ -137,16 +157,26 @@ struct Scratch {
 };
 
 // Tiles of rows first .. first + count - 1 of x: pairs of tiles (2 x 16 rows) of a step follow each other, then the
-// steps. Rows up to the next multiple of 16 are zeros.
-void pack_rows(const LinearParams& p, int64_t first, int64_t count, char* to) {
-  const bf16* x = static_cast<const bf16*>(p.x) + first * p.x_stride;
-  const int64_t steps = steps_of(p);
-  for (int64_t r = 0; r < round_up(count, tmm::kRows); ++r) {
-    char* row = to + r / kPairRows * steps * 2 * tmm::kBytes + r % kPairRows * tmm::kRowBytes;
-    if (r < count) {
-      pack_left_row(x + r * p.x_stride, p.K, row, 2 * tmm::kBytes);
-    } else {
-      for (int64_t i = 0; i < steps; ++i) memset(row + i * 2 * tmm::kBytes, 0, tmm::kRowBytes);
+// steps. Rows up to the next multiple of 16 are zeros. Tile by tile: a row's parts of all tiles would share one set of
+// the first cache.
+void pack_rows(const LinearParams& p, const Plan& plan, int64_t first, int64_t count, const Scratch& s) {
+  const int64_t row_bytes = p.x_stride * int64_t(sizeof(bf16)), used = p.K * int64_t(sizeof(bf16));
+  for (int64_t r = 0; r < count; r += tmm::kRows) {
+    const char* x = static_cast<const char*>(p.x) + (first + r) * row_bytes;
+    char* tile = s.x_pair(p, plan, r / kPairRows) + r % kPairRows / tmm::kRows * plan.x_tile;
+    const int64_t rows = min_of(tmm::kRows, count - r);
+    const int64_t ahead = r + tmm::kRows < count ? tmm::kRows * row_bytes : 0;
+    for (int64_t k = 0; k < used; k += tmm::kRowBytes, tile += 2 * plan.x_tile) {
+      const int64_t bytes = min_of(tmm::kRowBytes, used - k);
+      if (bytes < tmm::kRowBytes || rows < tmm::kRows) memset(tile, 0, tmm::kBytes);
+      for (int64_t i = 0; i < rows; ++i) {
+        const char* from = x + i * row_bytes + k;
+        if (bytes == tmm::kRowBytes)
+          memcpy(tile + i * tmm::kRowBytes, from, tmm::kRowBytes);
+        else
+          memcpy(tile + i * tmm::kRowBytes, from, size_t(bytes));
+        __builtin_prefetch(from + ahead, 0, 3);
+      }
     }
   }
 }
@@ -190,12 +220,15 @@ Right right_of(const LinearParams& p, const Group& group, const Scratch& s) {
 
 // ----------------------------------------------------------------------------------------------------- many rows
 
-// Rows first .. first + count - 1 times groups begin .. end - 1; finish(sums, row, group) for every row of every group.
-// A pair's rows are finished between the products of the next: the vector units are free then.
+// Rows first .. first + count - 1 times groups begin .. end - 1. A pair's rows are finished between the products of the
+// next: the vector units are free then. What they will be written to is asked for during their own products: a store
+// that misses the caches would hold up all stores behind it, those of tiles too.
 template <class Finish>
 void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, int64_t first, int64_t count,
                    int64_t begin, int64_t end, const Finish& finish) {
-  const int64_t steps = steps_of(p), per_step = ceil_div(kPairRows, max_of<int64_t>(steps, 1));
+  const int64_t steps = steps_of(p);
+  const int64_t asked_per_step = ceil_div(kPairRows, max_of<int64_t>(steps, 1));
+  const int64_t finished_per_step = max_of(finish.rows_per_step(), asked_per_step);
   const int64_t buffer = kPairRows * plan.ld;
   float* sums = s.sums;
   float* finished = sums + buffer;
@@ -208,8 +241,12 @@ void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, in
   const char* ahead = nullptr;
   const char* ahead_end = nullptr;
   const auto finish_some = [&](int64_t rows) {
-    for (; rows > 0 && left > 0; --rows, --left, ++row, finished += plan.ld)
-      finish(finished + finished_group.offset, row, finished_group);
+    rows = min_of(rows, left);
+    if (rows == 0) return;
+    finish(finished + finished_group.offset, plan.ld, row, rows, finished_group);
+    finished += rows * plan.ld;
+    row += rows;
+    left -= rows;
   };
   for (int64_t g = begin; g < end; ++g) {
     const Group group(p, g * plan.group_columns, min_of(plan.group_columns, p.N - g * plan.group_columns));
@@ -219,15 +256,19 @@ void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, in
       ahead_end = ahead + min_of(plan.group_columns, p.N - group.n - group.columns) * weight_stride(p);
     }
     for (int64_t r = 0; r < count; r += kPairRows) {
-      const char* x = s.x + r / kPairRows * steps * 2 * tmm::kBytes;
+      const char* x = s.x_pair(p, plan, r / kPairRows);
       const bool pair = count - r > tmm::kRows;
+      int64_t asked = first + r;
+      const int64_t asked_end = first + min_of(count, r + kPairRows);
       for (int64_t c = 0; c < group.tiles; c += 2) {
         const auto run = [&](auto rows, auto columns) {
           multiply_tiles<decltype(rows)::value, decltype(columns)::value>(
-              steps, x, right.base + c * right.stride, right.stride, sums + c * kColumns, plan.ld, [&](int64_t) {
+              steps, x, plan.x_tile, right.base + c * right.stride, right.stride, sums + c * kColumns, plan.ld,
+              [&](int64_t) {
                 for (int64_t i = 0; i < lines_per_step && ahead < ahead_end; ++i, ahead += 64)
                   __builtin_prefetch(ahead, 0, 2);
-                finish_some(per_step);
+                for (int64_t i = 0; i < asked_per_step && asked < asked_end; ++i) finish.prefetch(asked++, group);
+                finish_some(finished_per_step);
               });
         };
         if (group.tiles - c > 1)
@@ -314,7 +355,7 @@ void multiply_row(const LinearParams& p, const Plan& plan, const Scratch& s, int
         multiply_few_plain(steps, weight + c * tmm::kRows * weight_stride(p), weight_stride(p), s.x, p.M, sums,
                            plan.ld);
     }
-    for (int64_t r = 0; r < p.M; ++r) finish(s.sums + r * plan.ld + group.offset, r, group);
+    finish(s.sums + group.offset, plan.ld, 0, p.M, group);
   }
 }
 
@@ -347,7 +388,7 @@ void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& la
             ask(static_cast<const char*>(p.weight) + begin * plan.group_columns * weight_stride(p), kAhead);
             pack_row(p, plan, s.x);
           } else {
-            pack_rows(p, first, count, s.x);
+            pack_rows(p, plan, first, count, s);
           }
           packed_block = block;
         }
@@ -369,15 +410,30 @@ int64_t scratch_bytes(const LinearParams& p, int64_t group_columns, int workers)
 // What becomes of a row of sums.
 struct LinearRows {
   const LinearParams& p;
-  void operator()(float* sums, int64_t m, const Group& group) const {
-    finish_linear_row<bf16>(p, m, group.n, group.columns, sums);
+  // Sums are still in the first cache soon after their products; more work spreads over all of the next ones.
+  int64_t rows_per_step() const { return p.activation == Activation::none ? 8 : 1; }
+  void prefetch(int64_t m, const Group& group) const {
+    const auto at = [&](const void* base, int64_t stride) {
+      return static_cast<const bf16*>(base) + m * stride + group.n;
+    };
+    prefetch_to_write(at(p.y, p.y_stride));
+    if (p.multiply) __builtin_prefetch(at(p.multiply, p.multiply_stride), 0, 2);
+    if (p.residual) __builtin_prefetch(at(p.residual, p.residual_stride), 0, 2);
+  }
+  void operator()(const float* sums, int64_t ld, int64_t m, int64_t rows, const Group& group) const {
+    finish_linear_rows<bf16>(p, m, rows, group.n, group.columns, sums, ld);
   }
 };
 
 struct QkvRows {  // a group of columns is one head, so that rotation pairs meet in one row of sums
   const QkvToCacheParams& p;
-  void operator()(float* sums, int64_t token, const Group& group) const {
-    finish_qkv_row<bf16>(p, token, group.n / p.D, sums);
+  int64_t rows_per_step() const { return 1; }
+  void prefetch(int64_t token, const Group& group) const {
+    const char* to = reinterpret_cast<const char*>(qkv_row<bf16>(p, token, group.n / p.D));
+    for (int64_t i = 0; to && i < p.D * int64_t(sizeof(bf16)); i += 64) prefetch_to_write(to + i);
+  }
+  void operator()(float* sums, int64_t ld, int64_t token, int64_t rows, const Group& group) const {
+    for (int64_t r = 0; r < rows; ++r) finish_qkv_row<bf16>(p, token + r, group.n / p.D, sums + r * ld);
   }
 };
 
