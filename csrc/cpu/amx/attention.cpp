@@ -25,6 +25,7 @@ constexpr int64_t kKeyTiles = kStep / tmm::kRows;  // of S^T in a block
 constexpr int64_t kHalves = kStep / tmm::kDepth;   // of P^T in a block, and of the keys of V^T
 constexpr int64_t kSteps = kSplit / kStep;         // of a split
 constexpr int64_t kScores = kStep * kLanes;        // floats in S^T of a block
+constexpr int64_t kChunk = 4;                      // steps whose weights meet the values in one go: what stays in L1
 
 static_assert(kKeyTiles == 4 && kHalves == 2 && W<float> == kLanes);
 
@@ -58,8 +59,8 @@ struct Scratch {
   char* keys;          // (kSteps, kKeyTiles, D / 32) tiles of K
   char* values;        // (kSteps, D / 16, kHalves) tiles of V^T
   char* finite;        // the same without NaN and inf, of steps that have them; O of few rows
-  char* weights;       // (kHalves) tiles of P of few rows
-  float* scores;       // (2, 2, kStep, kLanes) S^T of two pairs of blocks
+  char* weights;       // (kChunk, 2, kHalves) tiles of P^T of a pair of blocks; P of few rows
+  float* scores;       // (2, 2, kStep, kLanes) S^T of a pair of blocks in two steps
   bf16* value_rows;    // (kStep, D in whole tiles of K) values of a step
   BlockState* blocks;  // (2) of a pair
   LeftOut* left_out;   // (kSteps) what `finite` lacks
@@ -78,18 +79,16 @@ struct Scratch {
   static int64_t states(int64_t rows) { return rows <= kLanes ? 1 : 2 * ceil_div(rows, 2 * kLanes); }
   static int64_t elements(int64_t rows, int64_t ld) { return states(rows) * kLanes * ld; }
   static int64_t stride(int64_t D) { return round_up(D, kLanes); }
-  static int64_t bytes(int64_t D) {
-    Scratch s(nullptr, D);
-    return s.end - static_cast<char*>(nullptr);
-  }
+  static int64_t bytes(int64_t D) { return int64_t(Scratch(nullptr, D).end); }
   Scratch(char* memory, int64_t D) : ld(stride(D)), depth_tiles(ceil_div(D, tmm::kDepth)) {
+    end = reinterpret_cast<uintptr_t>(memory);  // as a number: there may be no memory yet
     const auto take = [&](auto*& pointer, int64_t count) {
-      pointer = reinterpret_cast<decltype(pointer + 0)>(memory);
-      memory += round_up(count * int64_t(sizeof *pointer), 64);
+      pointer = reinterpret_cast<decltype(pointer + 0)>(end);
+      end += uintptr_t(round_up(count * int64_t(sizeof *pointer), 64));
     };
     take(blocks, 2);
     take(scores, 4 * kScores);
-    take(weights, kHalves * tmm::kBytes);
+    take(weights, kChunk * 2 * kHalves * tmm::kBytes);
     take(keys, kSteps * key_bytes());
     take(values, kSteps * value_bytes());
     take(finite, kSteps * value_bytes());
@@ -100,9 +99,8 @@ struct Scratch {
     take(left_out, kSteps);
     take(split_state, kBlocks);
     take(total_state, kBlocks);
-    end = memory;
   }
-  char* end;
+  uintptr_t end;
 
   void load_queries(const AttentionParams& p, const Tile& t);
 
@@ -116,9 +114,10 @@ int64_t pairs_of(const Tile& t) { return ceil_div(t.rows, 2 * kLanes); }
 // The rows of a tile in order, without a division for each.
 struct RowCursor {
   const Tile& t;
-  int64_t row = 0, token, head;
+  int64_t row, token, head;
 
-  explicit RowCursor(const Tile& tile) : t(tile), token(tile.first_token), head(tile.first_head) {}
+  explicit RowCursor(const Tile& tile, int64_t first = 0)
+      : t(tile), row(min_of(first, tile.rows - 1)), token(tile.token(row)), head(tile.head(row)) {}
   ATTN_INLINE void next() {  // stays at the last
     if (++row >= t.rows) return;
     if (++head < t.first_head + t.heads) return;
@@ -247,23 +246,36 @@ void find_who_sees(const LeftOut& left_out, const float* scores, __mmask16* seen
     seen[i] = _mm512_cmp_ps_mask((__m512)load(scores + left_out.keys[i] * kLanes), _mm512_set1_ps(-kInf), _CMP_NEQ_UQ);
 }
 
-// The NaN and inf that were left out, for the rows of a block that do see them.
+// The NaN and inf of elements d .. d + kCount - 1 that were left out, for the rows of a block that do see them.
+template <int kCount>
+ATTN_INLINE void add_left_out(const StepRows<bf16>& step, int64_t d, const LeftOut& left_out, const __mmask16* seen,
+                              const Vec<float>* weights, float* sums) {
+  typedef Vec<float> V;
+  V sum[kCount];
+  for (int e = 0; e < kCount; ++e) sum[e] = load(sums + (d + e) * kLanes);
+  for (int64_t i = 0; i < left_out.count; ++i) {
+    const bf16* v = step.v[left_out.keys[i]] + d;
+    for (int e = 0; e < kCount; ++e) {
+      const __mmask16 rows = (v[e].bits & 0x7f80) == 0x7f80 ? seen[i] : __mmask16(0);
+      const V value = (V)(IVec<float>{} + int32_t(uint32_t(v[e].bits) << 16));
+      sum[e] = (V)_mm512_mask_add_ps((__m512)sum[e], rows, (__m512)sum[e], (__m512)(weights[i] * value));
+    }
+  }
+  for (int e = 0; e < kCount; ++e) store(sums + (d + e) * kLanes, sum[e]);
+}
+
 void add_left_out_values(const StepRows<bf16>& step, int64_t D, const LeftOut& left_out, const __mmask16* seen,
                          const char* weights, float* sums) {
+  Vec<float> weight[kStep];
   for (int64_t i = 0; i < left_out.count; ++i) {
-    if (!seen[i]) continue;
     const int64_t j = left_out.keys[i];
     Vec<float> pairs;
     memcpy(&pairs, weights + j / 2 * tmm::kRowBytes, sizeof pairs);
-    const Vec<float> weight = widen_half(bf16{}, pairs, j % 2);
-    for (int64_t d = 0; d < D; ++d) {
-      const uint16_t bits = step.v[j][d].bits;
-      if ((bits & 0x7f80) != 0x7f80) continue;
-      float* sum = sums + d * kLanes;
-      const Vec<float> added = load(sum) + weight * widen(bf16{}, HalfBits{} + bits);
-      _mm512_mask_storeu_ps(sum, seen[i], (__m512)added);
-    }
+    weight[i] = widen_half(bf16{}, pairs, j % 2);
   }
+  int64_t d = 0;
+  for (; d + 4 <= D; d += 4) add_left_out<4>(step, d, left_out, seen, weight, sums);
+  for (; d < D; ++d) add_left_out<1>(step, d, left_out, seen, weight, sums);
 }
 
 // ------------------------------------------------------------------------------------------------ softmax
@@ -314,16 +326,23 @@ ATTN_INLINE Vec<float> pair_up(Vec<float> even, Vec<float> odd) {
 // What a row of a block sees of a split by causality and window: keys begin .. end - 1, counted from the split's first.
 struct Seen {
   IVec<float> begin, end;
+  int64_t all_begin, all_end;  // what every row sees
   bool known = false;
 };
 
 void find_seen(const AttentionParams& p, const Tile& t, int64_t block, int64_t split, Seen& seen) {
   seen.known = true;
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const int64_t r = min_of(block * kLanes + lane, t.rows - 1), first = split * kSplit;
-    const KeyRange range = visible_keys(p, t.position(r), t.seq.Tk);
-    seen.begin[lane] = int32_t(min_of(kSplit, max_of<int64_t>(0, range.first - first)));
-    seen.end[lane] = int32_t(min_of(kSplit, max_of<int64_t>(0, range.last + 1 - first)));
+  seen.all_begin = 0;
+  seen.all_end = kSplit;
+  RowCursor cursor(t, block * kLanes);
+  for (int64_t lane = 0; lane < kLanes; ++lane, cursor.next()) {
+    const KeyRange range = visible_keys(p, cursor.token + t.seq.Tk - t.seq.Tq, t.seq.Tk);
+    const int64_t begin = min_of(kSplit, max_of<int64_t>(0, range.first - split * kSplit));
+    const int64_t end = min_of(kSplit, max_of<int64_t>(0, range.last + 1 - split * kSplit));
+    seen.begin[lane] = int32_t(begin);
+    seen.end[lane] = int32_t(end);
+    seen.all_begin = max_of(seen.all_begin, begin);
+    seen.all_end = min_of(seen.all_end, end);
   }
 }
 
@@ -331,9 +350,11 @@ void find_seen(const AttentionParams& p, const Tile& t, int64_t block, int64_t s
 void hide_unseen(const Seen& seen, int64_t first, float* scores) {
   const __m512i begin = (__m512i)seen.begin, length = (__m512i)(seen.end - seen.begin);
   for (int64_t j = 0; j < kStep; ++j) {
+    if (seen.all_begin <= first + j && first + j < seen.all_end) continue;
     const __m512i from_begin = _mm512_sub_epi32(_mm512_set1_epi32(int32_t(first + j)), begin);
     const __mmask16 unseen = _mm512_cmpge_epu32_mask(from_begin, length);
-    _mm512_mask_storeu_ps(scores + j * kLanes, unseen, _mm512_set1_ps(-kInf));
+    const __m512 score = (__m512)load(scores + j * kLanes);
+    store(scores + j * kLanes, (Vec<float>)_mm512_mask_mov_ps(score, unseen, _mm512_set1_ps(-kInf)));
   }
 }
 
@@ -351,8 +372,7 @@ void finish_scores(const AttentionParams& p, const Tile& t, const Scratch& s, in
   hide_unseen(seen, step * kStep, scores);
 }
 
-// Where a block's state moves: the factor for what it has accumulated. False: nowhere.
-bool move_max(const float* scores, float exponent, BlockState& state, Vec<float>& factor) {
+Vec<float> max_of_keys(const float* scores) {
   typedef Vec<float> V;
   V top = load(scores), top2 = load(scores + kLanes);
   V top3 = load(scores + 2 * kLanes), top4 = load(scores + 3 * kLanes);
@@ -362,7 +382,13 @@ bool move_max(const float* scores, float exponent, BlockState& state, Vec<float>
     top3 = vmax(top3, load(scores + (j + 2) * kLanes));
     top4 = vmax(top4, load(scores + (j + 3) * kLanes));
   }
-  top = vmax(vmax(top, top2), vmax(top3, top4));
+  return vmax(vmax(top, top2), vmax(top3, top4));
+}
+
+// Where a block's state moves, given the maximum of the scores of a step: the factor for what it has accumulated.
+// False: nowhere.
+bool move_max(Vec<float> top, float exponent, BlockState& state, Vec<float>& factor) {
+  typedef Vec<float> V;
   const __mmask16 moves = _mm512_cmp_ps_mask((__m512)top, (__m512)state.limit, _CMP_GT_OQ);
   if (!moves) return false;
   const V max = (V)_mm512_mask_mov_ps((__m512)state.max, moves, (__m512)top);
@@ -372,6 +398,50 @@ bool move_max(const float* scores, float exponent, BlockState& state, Vec<float>
   state.sum *= factor;
   return true;
 }
+
+// What is to be taken off exponent * score for a block's weights. Where that is so much that the difference would be
+// inexact, the maximum is taken off the scores themselves, and nothing is left to take off.
+Vec<float> take_off_max(const BlockState& state, float exponent, float* scores) {
+  typedef Vec<float> V;
+  const V shift = state.max == splat(-kInf) ? V{} : state.max * splat(exponent);
+  const __mmask16 far = _mm512_cmp_ps_mask((__m512)absolute(shift), _mm512_set1_ps(0x1p10f), _CMP_NLE_UQ);
+  if (!far) return shift;
+  for (int64_t j = 0; j < kStep; ++j) {
+    const __m512 score = (__m512)load(scores + j * kLanes);
+    store(scores + j * kLanes, (V)_mm512_mask_sub_ps(score, far, score, (__m512)state.max));
+  }
+  return (V)_mm512_maskz_mov_ps(__mmask16(~far), (__m512)shift);
+}
+
+// 2^(exponent score - shift), with a relative error of 2e-7 (minimax, 2^0 = 1); 0 for a score of -inf, NaN for NaN. The
+// power is split by instructions that know infinity and, within FlushSubnormals, are done with what underflows.
+ATTN_INLINE Vec<float> weight_of(Vec<float> score, Vec<float> exponent, Vec<float> shift) {
+  const Vec<float> x = fma(score, exponent, -shift);
+  const Vec<float> f = (Vec<float>)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+  Vec<float> q = fma(splat(0.00186713017f), f, splat(0.00901702978f));
+  q = fma(q, f, splat(0.0557999127f));
+  q = fma(q, f, splat(0.240164444f));
+  q = fma(q, f, splat(0.693151295f));
+  q = fma(q, f, splat(1.0f));
+  return (Vec<float>)_mm512_scalef_ps((__m512)q, (__m512)x);
+}
+
+// Vector instructions take subnormal numbers for 0 while it lives, as tiles always do. Else a weight that underflows
+// costs as much as a hundred others.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() {
+    asm volatile("stmxcsr %0" : "=m"(saved_) : : "memory");
+    set(saved_ | 0x8040);
+  }
+  ~FlushSubnormals() { set(saved_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+ private:
+  static void set(uint32_t mode) { asm volatile("ldmxcsr %0" : : "m"(mode) : "memory"); }
+  uint32_t saved_;
+};
 
 BlockTotal total_of(const BlockState& state, const AttentionParams& p, const Scratch& s) {
   const Vec<float> scaled = s.prescale ? state.max : state.max * splat(float(p.scale));
@@ -457,17 +527,17 @@ void attend_few(const AttentionParams& p, const Tile& t, int64_t number, Scratch
 
     finish_scores(p, t, s, 0, number, (first - first_key) / kStep, plain, seen, s.scores);
     V factor;
-    if (move_max(s.scores, s.exponent, state, factor))
+    if (move_max(max_of_keys(s.scores), s.exponent, state, factor))
       for (int64_t n = 0; n < 2 * depth; ++n)
         for (int64_t r = 0; r < t.rows; ++r) {
           float* row = sums + n * tmm::kFloats + r * kLanes;
           store(row, load(row) * splat(factor[r]));
         }
-    const V c = splat(s.exponent), base = state.max == splat(-kInf) ? V{} : state.max;
+    const V c = splat(s.exponent), shift = take_off_max(state, s.exponent, s.scores);
     V sum{}, sum2{}, pairs[kHalves][kLanes];
     for (int64_t j = 0; j < kStep; j += 2) {
-      const V even = exp2_scaled(load(s.scores + j * kLanes) - base, c);
-      const V odd = exp2_scaled(load(s.scores + (j + 1) * kLanes) - base, c);
+      const V even = weight_of(load(s.scores + j * kLanes), c, shift);
+      const V odd = weight_of(load(s.scores + (j + 1) * kLanes), c, shift);
       sum += even;
       sum2 += odd;
       pairs[j / tmm::kDepth][j % tmm::kDepth / 2] = pair_up(even, odd);
@@ -521,104 +591,73 @@ void attend_few(const AttentionParams& p, const Tile& t, int64_t number, Scratch
 
 // ----------------------------------------------------------------------------------------- a split, many rows
 
-// A pair of blocks at a step: what passes through the pipeline. Two of them are under way, in turn in either half of
-// scores.
-struct Unit {
-  int64_t pair = -1;   // -1: none
-  int64_t step;        // of the split
-  bool first;          // of the pair in this split
-  float* scores;       // (2, kStep, kLanes), S^T
-  const char* values;  // V^T
-
-  // P^T of a block, over the scores it was made of: less to hold in the first cache.
-  char* weights(int64_t block) const { return reinterpret_cast<char*>(scores + block * kScores); }
-};
-
-struct Split {
+// A pair of blocks over the keys of a split, step by step.
+struct Pair {
   const AttentionParams& p;
   const Tile& t;
   Scratch& s;
-  int64_t number;
-  StepRows<bf16> rows;
+  int64_t split, number;
+  float* out;  // (2, ld, kLanes)
 
-  // Steps of the split that rows of a pair see something of: none if begin >= end.
-  int64_t begin(int64_t pair) const {
-    const int64_t first = visible_keys(p, t.position(2 * pair * kLanes), t.seq.Tk).first;
-    return max_of<int64_t>(0, first - number * kSplit) / kStep;
+  Pair(const AttentionParams& params, const Tile& tile, Scratch& scratch, int64_t split, int64_t number)
+      : p(params), t(tile), s(scratch), split(split), number(number), out(s.out + 2 * number * kLanes * s.ld) {}
+
+  int64_t first_row() const { return 2 * number * kLanes; }
+  int64_t last_row() const { return min_of(t.rows, 2 * (number + 1) * kLanes) - 1; }
+
+  // Steps of the split that rows of the pair see something of: none if begin >= end.
+  int64_t begin() const {
+    const int64_t first = visible_keys(p, t.position(first_row()), t.seq.Tk).first;
+    return max_of<int64_t>(0, first - split * kSplit) / kStep;
   }
-  int64_t end(int64_t pair) const {
-    const int64_t row = min_of(t.rows, 2 * (pair + 1) * kLanes) - 1;
-    const int64_t last = visible_keys(p, t.position(row), t.seq.Tk).last - number * kSplit;
+  int64_t end() const {
+    const int64_t last = visible_keys(p, t.position(last_row()), t.seq.Tk).last - split * kSplit;
     return last < 0 ? 0 : min_of(kSteps, last / kStep + 1);
   }
-  // Every row of the pair sees every key, and the score needs no transform.
-  bool plain(int64_t pair, int64_t step) const {
-    if (p.softcap > 0 || p.alibi_slopes || p.bias || p.mask) return false;
-    const int64_t low = pair * 2 * kLanes, high = min_of(t.rows, low + 2 * kLanes) - 1;
-    const int64_t first = number * kSplit + step * kStep;
-    return visible_keys(p, t.position(high), t.seq.Tk).first <= first &&
-           first + kStep - 1 <= visible_keys(p, t.position(low), t.seq.Tk).last;
+  // Steps low .. high - 1 are plain: every row of the pair sees every key, and the score needs no transform.
+  void find_plain(int64_t& low, int64_t& high) const {
+    low = high = 0;
+    if (p.softcap > 0 || p.alibi_slopes || p.bias || p.mask) return;
+    const int64_t first = visible_keys(p, t.position(last_row()), t.seq.Tk).first - split * kSplit;
+    const int64_t last = visible_keys(p, t.position(first_row()), t.seq.Tk).last - split * kSplit;
+    low = ceil_div(max_of<int64_t>(0, first), kStep);
+    high = last < 0 ? 0 : (last + 1) / kStep;
   }
+  float* scores(int64_t step) const { return s.scores + step % 2 * 2 * kScores; }
+  char* weights(int64_t step) const { return s.weights + step % kChunk * 2 * kHalves * tmm::kBytes; }
 };
 
-// Softmax of one unit while tiles work for the units before and after:
-//
-//   scores of `next` = K Q^T
-//   weights of `now` from its scores
-//   sums += V^T P^T of `before`
-//
+// Scores of step `next` beside the weights of step `now`; either may be -1. While tiles work, vector instructions get
+// one of two ports: about 16 of them beside a product are free, more are better off behind the products.
 // kDepth: tiles of D in Q^T and K if known, else 0.
 template <int kDepth>
-void work(const Split& split, const Unit& before, const Unit& now, const Unit& next) {
+void score_and_weigh(const Pair& pair, int64_t next, int64_t now, Vec<float> (&top)[2]) {
   typedef Vec<float> V;
-  const Scratch& s = split.s;
-  const int64_t depth = kDepth > 0 ? kDepth : s.depth_tiles, tiles = kDepth > 0 ? 2 * kDepth : s.ld / tmm::kRows;
-  const int64_t share = ceil_div(kStep / 2, 2 * depth + tiles);  // of the softmax beside four products
+  const Scratch& s = pair.s;
+  const int64_t depth = kDepth > 0 ? kDepth : s.depth_tiles;
   const V c = splat(s.exponent);
-  V base[2], sum[2] = {}, sum2[2] = {};
-  for (int i = 0; i < 2; ++i) base[i] = s.blocks[i].max == splat(-kInf) ? V{} : s.blocks[i].max;
-  int64_t j = now.pair >= 0 ? 0 : kStep;
-  const auto weigh = [&](int64_t pairs) __attribute__((always_inline)) {
-    for (const int64_t stop = min_of(kStep, j + 2 * pairs); j < stop; j += 2) {
-      for (int i = 0; i < 2; ++i) {
-        const float* from = now.scores + i * kScores + j * kLanes;
-        const V even = exp2_scaled(load(from) - base[i], c), odd = exp2_scaled(load(from + kLanes) - base[i], c);
-        sum[i] += even;
-        sum2[i] += odd;
-        store(reinterpret_cast<float*>(now.weights(i) + j / 2 * tmm::kRowBytes), pair_up(even, odd));
-      }
+  V shift[2] = {}, sum[2] = {}, sum2[2] = {};
+  if (now >= 0)
+    for (int i = 0; i < 2; ++i) shift[i] = take_off_max(s.blocks[i], s.exponent, pair.scores(now) + i * kScores);
+  const float* from = pair.scores(now);
+  char* weights = pair.weights(now);
+  int64_t j = now >= 0 ? 0 : kStep;
+  const auto weigh = [&] __attribute__((always_inline)) {
+    for (int i = 0; i < 2; ++i) {
+      const float* x = from + i * kScores + j * kLanes;
+      const V even = weight_of(load(x), c, shift[i]), odd = weight_of(load(x + kLanes), c, shift[i]);
+      sum[i] += even;
+      sum2[i] += odd;
+      store(reinterpret_cast<float*>(weights + i * kHalves * tmm::kBytes + j / 2 * tmm::kRowBytes), pair_up(even, odd));
     }
+    j += 2;
   };
 
-  if (before.pair >= 0) {
-    const char* v = before.values;
-    float* to = s.out + 2 * before.pair * kLanes * s.ld;
-    each<4>([&](auto i) {
-      tmm::load<4 + decltype(i)::value>(before.weights(decltype(i)::value / 2) + decltype(i)::value % 2 * tmm::kBytes);
-    });
-    for (int64_t d = 0; d < tiles; ++d, v += kHalves * tmm::kBytes, to += tmm::kFloats) {
-      if (before.first) {
-        tmm::zero<0>();
-        tmm::zero<1>();
-      } else {
-        tmm::load<0>(to);
-        tmm::load<1>(to + kLanes * s.ld);
-      }
-      tmm::load<2>(v);
-      tmm::dot<0, 2, 4>();
-      tmm::dot<1, 2, 6>();
-      tmm::load<3>(v + tmm::kBytes);
-      tmm::dot<0, 3, 5>();
-      tmm::dot<1, 3, 7>();
-      tmm::store<0>(to);
-      tmm::store<1>(to + kLanes * s.ld);
-      weigh(share);
-    }
-  }
-  if (next.pair >= 0) {
-    const char* k = s.keys + next.step * s.key_bytes();
-    const char* q = s.q + 2 * next.pair * depth * tmm::kBytes;
-    for (int64_t i = 0; i < kKeyTiles; i += 2, k += 2 * depth * tmm::kBytes) {
+  if (next >= 0) {
+    const char* k = s.keys + next * s.key_bytes();
+    const char* q = s.q + 2 * pair.number * depth * tmm::kBytes;
+    float* to = pair.scores(next);
+    for (int64_t i = 0; i < kKeyTiles; i += 2, k += 2 * depth * tmm::kBytes, to += 2 * tmm::kFloats) {
       each<4>([](auto c) { tmm::zero<decltype(c)::value>(); });
       for (int64_t d = 0; d < depth; ++d) {
         tmm::load<6>(q + d * tmm::kBytes);
@@ -629,31 +668,148 @@ void work(const Split& split, const Unit& before, const Unit& now, const Unit& n
         tmm::load<5>(k + (depth + d) * tmm::kBytes);
         tmm::dot<2, 5, 6>();
         tmm::dot<3, 5, 7>();
-        weigh(share);
+        for (int i = 0; i < 2; ++i)
+          if (j < kStep) weigh();
       }
-      float* to = next.scores + i * tmm::kFloats;
       tmm::store<0>(to);
       tmm::store<1>(to + kScores);
       tmm::store<2>(to + tmm::kFloats);
       tmm::store<3>(to + tmm::kFloats + kScores);
     }
   }
-  weigh(kStep / 2);
-  if (now.pair >= 0)
+  int64_t m = 0;
+  const float* scores = pair.scores(next);
+  top[0] = top[1] = splat(-kInf);
+  V top2[2] = {top[0], top[0]};
+  const auto find_max = [&] __attribute__((always_inline)) {
+    for (int64_t stop = m + 8; m < stop; m += 2)
+      for (int i = 0; i < 2; ++i) {
+        top[i] = vmax(top[i], load(scores + i * kScores + m * kLanes));
+        top2[i] = vmax(top2[i], load(scores + i * kScores + (m + 1) * kLanes));
+      }
+  };
+  while (j < kStep) {
+    weigh();
+    if (j > kStep - 16) find_max();
+  }
+  while (m < kStep) find_max();
+  for (int i = 0; i < 2; ++i) top[i] = vmax(top[i], top2[i]);
+  if (now >= 0)
     for (int i = 0; i < 2; ++i) s.blocks[i].sum += sum[i] + sum2[i];
 }
 
-void work(const Split& split, const Unit& before, const Unit& now, const Unit& next) {
-  if (split.p.D == 64) return work<2>(split, before, now, next);
-  if (split.p.D == 128) return work<4>(split, before, now, next);
-  work<0>(split, before, now, next);
+void score_and_weigh(const Pair& pair, int64_t next, int64_t now, Vec<float> (&top)[2]) {
+  if (pair.p.D == 64) return score_and_weigh<2>(pair, next, now, top);
+  if (pair.p.D == 128) return score_and_weigh<4>(pair, next, now, top);
+  score_and_weigh<0>(pair, next, now, top);
+}
+
+// out += V^T P^T of steps begin .. end - 1; the first adds to nothing. Sums stay in tiles over all the steps.
+template <int kTiles>  // of D
+void add_values(const Pair& pair, int64_t begin, int64_t end, const char* const* values, bool first, int64_t d) {
+  const Scratch& s = pair.s;
+  float* to = pair.out + d * tmm::kFloats;
+  float* to2 = to + kLanes * s.ld;
+  if (first) {
+    each<2 * kTiles>([](auto c) { tmm::zero<decltype(c)::value>(); });
+  } else {
+    tmm::load<0>(to);
+    tmm::load<1>(to2);
+    if constexpr (kTiles > 1) {
+      tmm::load<2>(to + tmm::kFloats);
+      tmm::load<3>(to2 + tmm::kFloats);
+    }
+  }
+  for (int64_t step = begin; step < end; ++step) {
+    const char* v = values[step] + d * kHalves * tmm::kBytes;
+    const char* w = pair.weights(step);
+    for (int64_t half = 0; half < kHalves; ++half, v += tmm::kBytes, w += tmm::kBytes) {
+      tmm::load<4>(v);
+      tmm::load<6>(w);
+      tmm::dot<0, 4, 6>();
+      tmm::load<7>(w + kHalves * tmm::kBytes);
+      tmm::dot<1, 4, 7>();
+      if constexpr (kTiles > 1) {
+        tmm::load<5>(v + kHalves * tmm::kBytes);
+        tmm::dot<2, 5, 6>();
+        tmm::dot<3, 5, 7>();
+      }
+    }
+  }
+  tmm::store<0>(to);
+  tmm::store<1>(to2);
+  if constexpr (kTiles > 1) {
+    tmm::store<2>(to + tmm::kFloats);
+    tmm::store<3>(to2 + tmm::kFloats);
+  }
+}
+
+void add_values(const Pair& pair, int64_t begin, int64_t end, const char* const* values, bool first) {
+  const int64_t tiles = pair.s.ld / tmm::kRows;
+  int64_t d = 0;
+  for (; d + 2 <= tiles; d += 2) add_values<2>(pair, begin, end, values, first, d);
+  if (d < tiles) add_values<1>(pair, begin, end, values, first, d);
+}
+
+// Weights of all steps, then their products with the values: these come in one go but where the maximum moves or NaN
+// and inf were left out.
+void attend_pair(Pair& pair, const bool* finite) {
+  const AttentionParams& p = pair.p;
+  Scratch& s = pair.s;
+  const Tile& t = pair.t;
+  const int64_t begin = pair.begin(), end = pair.end();
+  BlockTotal* state = s.split_state + 2 * pair.number;
+  if (begin >= end) {
+    memset(pair.out, 0, size_t(2 * kLanes * s.ld) * sizeof(float));
+    for (int i = 0; i < 2; ++i) state[i] = {splat(-kInf), Vec<float>{}};
+    return;
+  }
+  for (int i = 0; i < 2; ++i) s.blocks[i] = BlockState{splat(-kInf), splat(-kInf), Vec<float>{}};
+  int64_t plain_begin, plain_end;
+  pair.find_plain(plain_begin, plain_end);
+  Seen seen[2];
+  const char* values[kSteps];
+  int64_t added = begin;  // steps before are in out
+  const auto add = [&](int64_t stop) {
+    if (added < stop) add_values(pair, added, stop, values, added == begin);
+    added = stop;
+  };
+  Vec<float> top[2];
+  score_and_weigh(pair, begin, -1, top);
+  for (int64_t step = begin; step < end; ++step) {
+    const bool plain = plain_begin <= step && step < plain_end, filtered = !plain && !finite[step];
+    values[step] = (filtered ? s.finite : s.values) + step * s.value_bytes();
+    float* scores = pair.scores(step);
+    __mmask16 who_sees[2][kStep];
+    for (int i = 0; i < 2; ++i) {
+      finish_scores(p, t, s, 2 * pair.number + i, pair.split, step, plain, seen[i], scores + i * kScores);
+      if (filtered) find_who_sees(s.left_out[step], scores + i * kScores, who_sees[i]);
+      if (!plain || s.prescale) top[i] = max_of_keys(scores + i * kScores);
+      Vec<float> factor;
+      if (!move_max(top[i], s.exponent, s.blocks[i], factor) || step == begin) continue;
+      add(step);
+      float* sums = pair.out + i * kLanes * s.ld;
+      for (int64_t d = 0; d < s.ld; ++d) store(sums + d * kLanes, load(sums + d * kLanes) * factor);
+    }
+    score_and_weigh(pair, step + 1 < end ? step + 1 : -1, step, top);
+    const bool lacks = filtered && s.left_out[step].count > 0;
+    if (lacks || step + 1 == added + kChunk) add(step + 1);
+    if (!lacks) continue;
+    StepRows<bf16> rows;
+    rows.locate(p, t, pair.split * kSplit + step * kStep);
+    for (int i = 0; i < 2; ++i)
+      add_left_out_values(rows, p.D, s.left_out[step], who_sees[i], pair.weights(step) + i * kHalves * tmm::kBytes,
+                          pair.out + i * kLanes * s.ld);
+  }
+  add(end);
+  for (int i = 0; i < 2; ++i) state[i] = total_of(s.blocks[i], p, s);
 }
 
 // In place of the one in attention_tiles.h: tiles have their shapes while a split is worked on.
 void attend_split(const AttentionParams& p, const Tile& t, int64_t number, Scratch& s) {
+  const FlushSubnormals flush;
   if (t.rows <= kLanes) return attend_few(p, t, number, s);
   const tmm::Config config(tmm::Shapes::full());
-  Split split{p, t, s, number, {}};
   const int64_t first_key = number * kSplit;
   const int64_t begin = max_of<int64_t>(0, t.key_begin - first_key) / kStep;
   const int64_t end = ceil_div(min_of(kSplit, t.key_end - first_key), kStep);
@@ -661,72 +817,20 @@ void attend_split(const AttentionParams& p, const Tile& t, int64_t number, Scrat
   Ahead ahead;
   ahead.begin(p, t, first_key + begin * kStep);
   for (int64_t i = begin; i < end; ++i) {
-    split.rows = ahead.step;
+    const StepRows<bf16> rows = ahead.step;
     ahead.begin(p, t, first_key + (i + 1) * kStep);
-    stage_keys(split.rows, p.D, s.depth_tiles, ahead, s.keys + i * s.key_bytes());
+    stage_keys(rows, p.D, s.depth_tiles, ahead, s.keys + i * s.key_bytes());
     const int64_t stride = s.depth_tiles * tmm::kDepth;
-    finite[i] = copy_values(split.rows, p.D, stride, s.value_rows) || step_is_plain(p, t, first_key + i * kStep);
+    finite[i] = copy_values(rows, p.D, stride, s.value_rows) || step_is_plain(p, t, first_key + i * kStep);
     transpose_values(s.value_rows, stride, s.ld, ahead, s.values + i * s.value_bytes());
     if (finite[i]) continue;
     leave_out(stride, s.value_rows, s.left_out[i]);
     transpose_values(s.value_rows, stride, s.ld, ahead, s.finite + i * s.value_bytes());
   }
-
-  // The steps of one pair, then those of the next: the last work of a pair is done beside the first of another.
-  int64_t pair = -1, step = 0, last = 0, count = 0;
-  const auto following = [&] {
-    for (++step; step >= last; step = split.begin(pair), last = split.end(pair)) {
-      if (++pair == pairs_of(t)) return Unit{};
-      if (split.begin(pair) < split.end(pair)) continue;
-      memset(s.out + 2 * pair * kLanes * s.ld, 0, size_t(2 * kLanes * s.ld) * sizeof(float));
-      for (int i = 0; i < 2; ++i) s.split_state[2 * pair + i] = {splat(-kInf), Vec<float>{}};
-    }
-    const int64_t turn = count++ % 2 * 2;
-    return Unit{pair, step, step == split.begin(pair), s.scores + turn * kScores, nullptr};
-  };
-  const Unit none{};
-  Unit before{}, now = following();
-  work(split, none, none, now);
-  Seen seen[2];
-  while (now.pair >= 0) {
-    const Unit next = following();
-    if (now.first)
-      for (int i = 0; i < 2; ++i) {
-        s.blocks[i] = BlockState{splat(-kInf), splat(-kInf), Vec<float>{}};
-        seen[i].known = false;
-      }
-    const bool plain = split.plain(now.pair, now.step), filtered = !plain && !finite[now.step];
-    float* out = s.out + 2 * now.pair * kLanes * s.ld;
-    Vec<float> factor[2];
-    bool moves[2];
-    for (int i = 0; i < 2; ++i) {
-      float* scores = now.scores + i * kScores;
-      finish_scores(p, t, s, 2 * now.pair + i, number, now.step, plain, seen[i], scores);
-      moves[i] = move_max(scores, s.exponent, s.blocks[i], factor[i]);
-    }
-    __mmask16 who_sees[2][kStep];
-    if (filtered)
-      for (int i = 0; i < 2; ++i) find_who_sees(s.left_out[now.step], now.scores + i * kScores, who_sees[i]);
-    now.values = (filtered ? s.finite : s.values) + now.step * s.value_bytes();
-    work(split, before, now, next);
-    for (int i = 0; i < 2; ++i) {
-      s.split_state[2 * now.pair + i] = total_of(s.blocks[i], p, s);
-      if (!moves[i] || now.first) continue;
-      float* sums = out + i * kLanes * s.ld;
-      for (int64_t d = 0; d < s.ld; ++d) store(sums + d * kLanes, load(sums + d * kLanes) * factor[i]);
-    }
-    before = now;
-    if (filtered && s.left_out[now.step].count > 0) {
-      work(split, now, none, none);
-      split.rows.locate(p, t, first_key + now.step * kStep);
-      for (int i = 0; i < 2; ++i)
-        add_left_out_values(split.rows, p.D, s.left_out[now.step], who_sees[i], now.weights(i),
-                            out + i * kLanes * s.ld);
-      before = none;
-    }
-    now = next;
+  for (int64_t i = 0; i < pairs_of(t); ++i) {
+    Pair pair(p, t, s, number, i);
+    attend_pair(pair, finite);
   }
-  work(split, before, none, none);
 }
 
 // In place of the one in attention_tiles.h: lanes are rows. Rows that saw nothing of the split stay as they are.
