@@ -275,7 +275,7 @@ void Scratch<T>::add_step(const AttentionParams& p, const Tile& t, int64_t first
           for (int64_t j = 0; j < step.count; j += kChunk) {
             if (d == 0) next.prefetch_keys(j, j + kChunk, p.D);
             const auto row = [&](int64_t i) { return step.k[j + i] + d; };
-            gemm_transposed<T>(rows, min_of(kChunk, step.count - j), depth, q + d, ld, row, c + j, kStep);
+            gemm_transposed<T>(rows, min_of(kChunk, step.count - j), depth, q + d, ld, row, 0, c + j, kStep);
           }
         });
         break;

@@ -115,13 +115,13 @@ struct Square {
   // Elements i .. i + depth - 1 of each row; `depth` is kDepth, or less at the rows' end.
   ATTN_INLINE Square(const T* const (&rows)[W<A>], int64_t i, int64_t depth) {
     if (depth == kDepth) {
-      for (int r = 0; r < W<A>; ++r) memcpy(&lanes[r], rows[r] + i, sizeof lanes[r]);
-    } else {
-      for (int r = 0; r < W<A>; ++r) {
-        char part[sizeof lanes[r]] = {};
-        memcpy(part, rows[r] + i, size_t(depth) * sizeof(T));
-        memcpy(&lanes[r], part, sizeof part);
-      }
+      load_transposed<A>(rows, i, lanes);
+      return;
+    }
+    for (int r = 0; r < W<A>; ++r) {
+      char part[sizeof lanes[r]] = {};
+      memcpy(part, rows[r] + i, size_t(depth) * sizeof(T));
+      memcpy(&lanes[r], part, sizeof part);
     }
     transpose<A>(lanes);
   }
@@ -165,7 +165,7 @@ inline constexpr int kFewRows = kVectorBytes == 64 ? 8 : 4;
 
 template <class T, int R, class Row>
 ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Element<T>* a, int64_t lda, const Row& row,
-                                      Accumulate<T>* c, int64_t ldc) {
+                                      int64_t ahead, Accumulate<T>* c, int64_t ldc) {
   using A = Accumulate<T>;
   constexpr int depth = Square<T>::kDepth, per_step = Product<T>::kPerStep;
   for (int64_t n = 0; n < columns; n += W<A>) {
@@ -178,6 +178,8 @@ ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Element<
     };
     int64_t i = 0;
     for (; i + depth <= k; i += depth) {
+      if (ahead != 0)
+        for (const T* from : group.rows) __builtin_prefetch(from + i + ahead, 0, 2);
       const Square<T> square(group.rows, i, depth);
       for (int d = 0; d < Square<T>::kSteps; ++d) add(square, i, d);
     }
@@ -190,11 +192,13 @@ ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Element<
 }
 
 // C (rows <= kFewRows, columns) = A B with B^T given by its rows: the sums of pack_transposed and gemm, to the bit.
-// Columns up to the next multiple of W<A> are written.
+// Columns up to the next multiple of W<A> are written. What lies `ahead` elements behind an element of B is asked for
+// with it, unless that is 0.
 template <class T, class Row>
 __attribute__((noinline)) void gemm_transposed(int64_t rows, int64_t columns, int64_t k, const Element<T>* a,
-                                               int64_t lda, const Row& row, Accumulate<T>* c, int64_t ldc) {
-  const auto run = [&](auto r) { gemm_transposed_rows<T, decltype(r)::value>(columns, k, a, lda, row, c, ldc); };
+                                               int64_t lda, const Row& row, int64_t ahead, Accumulate<T>* c,
+                                               int64_t ldc) {
+  const auto run = [&](auto r) { gemm_transposed_rows<T, decltype(r)::value>(columns, k, a, lda, row, ahead, c, ldc); };
   switch (rows) {
     case 1: return run(Constant<1>{});
     case 2: return run(Constant<2>{});
