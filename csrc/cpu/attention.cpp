@@ -86,8 +86,11 @@ struct Scratch {
 template <class T>
 void Scratch<T>::load_queries(const AttentionParams& p, const Tile& t) {
   const T* from = static_cast<const T*>(p.q) + t.seq.q_offset;
-  for (int64_t r = 0; r < t.rows; ++r)
-    convert_row(from + t.token(r) * p.q_row_stride + t.head(r) * p.q_head_stride, p.D, q + r * ld);
+  const auto row = [&](int64_t r) { return from + t.token(r) * p.q_row_stride + t.head(r) * p.q_head_stride; };
+  for (int64_t r = 0; r < t.rows; ++r) {
+    if (r + kRowsAhead < t.rows) prefetch_row<0>(row(r + kRowsAhead), p.D);
+    convert_row(row(r), p.D, q + r * ld);
+  }
   step_first[0] = step_first[1] = -1;
   constexpr double log2_e = 1.4426950408889634;
   exponent = A(p.scale * log2_e);
@@ -229,7 +232,7 @@ ATTN_INLINE void weigh_row(const AttentionParams& p, const Tile& t, int64_t r, i
   }
   if (s.prescale)
     for (int64_t j = 0; j < columns; j += W<A>) store(scores + j, load(scores + j) * splat(A(p.scale)));
-  if (!plain) transform_row(p, t, r, first, count, scores);
+  if (!plain) transform_row(p, t, r, first, count, columns, scores);
   for (int64_t i = 0; i < left_out.count; ++i)
     seen[i] = left_out.keys[i] < columns && scores[left_out.keys[i]] != A(-kInf);
   auto& state = s.state[r];
@@ -272,7 +275,7 @@ void Scratch<T>::add_step(const AttentionParams& p, const Tile& t, int64_t first
           for (int64_t j = 0; j < step.count; j += kChunk) {
             if (d == 0) next.prefetch_keys(j, j + kChunk, p.D);
             const auto row = [&](int64_t i) { return step.k[j + i] + d; };
-            gemm_transposed<T>(rows, min_of(kChunk, step.count - j), depth, q + d, ld, row, c + j, kStep);
+            gemm_transposed<T>(rows, min_of(kChunk, step.count - j), depth, q + d, ld, row, 0, c + j, kStep);
           }
         });
         break;
@@ -280,8 +283,8 @@ void Scratch<T>::add_step(const AttentionParams& p, const Tile& t, int64_t first
       next.prefetch_keys(r * kStep / t.rows, (r + rows) * kStep / t.rows, p.D);
       if (seen_keys == 0) continue;
       sum_depth_blocks<T>(p.D, rows, to, partial, [&](int64_t d, int64_t depth, A* c) {
-        gemm<T>(rows, columns[r - begin], ceil_div(depth, int64_t(kPerStep)), q + r * ld + d, ld,
-                keys + d / kPerStep * kStep, kStep, c, kStep, false);
+        gemm<T, false>(rows, columns[r - begin], ceil_div(depth, int64_t(kPerStep)), q + r * ld + d, ld,
+                       keys + d / kPerStep * kStep, kStep, c, kStep);
       });
     }
     for (int64_t r = begin; r < end; ++r)
@@ -293,14 +296,14 @@ void Scratch<T>::add_step(const AttentionParams& p, const Tile& t, int64_t first
       if (in_place) {
         for (int64_t j = 0; j < kStep; j += kChunk) {
           next.prefetch_values(j, j + kChunk, p.D);
-          gemm_from_rows<T>(
-              end - begin, p.D, kChunk, w + j, kStep, [&](int64_t i) { return step.v[j + i]; }, out, ld, true);
+          gemm_from_rows<T, true>(
+              end - begin, p.D, kChunk, w + j, kStep, [&](int64_t i) { return step.v[j + i]; }, out, ld);
         }
         break;
       }
       next.prefetch_values(r * kStep / t.rows, (r + rows) * kStep / t.rows, p.D);
-      gemm<T>(rows, ld, ceil_div(min_of(columns[r - begin], step.count), int64_t(kPerStep)), w, kStep, values, ld,
-              out + r * ld, ld, true);
+      gemm<T, true>(rows, ld, ceil_div(min_of(columns[r - begin], step.count), int64_t(kPerStep)), w, kStep, values, ld,
+                    out + r * ld, ld);
     }
     if (left_out.count > 0) add_left_out_values(left_out, seen, step, p.D, end - begin, s, out + begin * ld);
   }

@@ -81,8 +81,8 @@ struct Tile {
   int64_t b, kv_head, first_head, heads, first_token, tokens, rows;
   int64_t key_begin, key_end;  // keys some row can see by causality and window, a superset of the visible ones
 
-  int64_t token(int64_t r) const { return first_token + r / heads; }
-  int64_t head(int64_t r) const { return first_head + r % heads; }
+  int64_t token(int64_t r) const { return first_token + (heads == 1 ? r : r / heads); }
+  int64_t head(int64_t r) const { return first_head + (heads == 1 ? 0 : r % heads); }
   int64_t position(int64_t r) const { return token(r) + seq.Tk - seq.Tq; }
 };
 
@@ -123,6 +123,14 @@ Tile tile(const AttentionParams& p, const Tiling& tiling, const int64_t* first_t
 
 // ------------------------------------------------------------------------------------------- a step of keys
 
+// Rows lie far apart, where no hardware prefetcher looks for them. Always inline: to gcc a function that only
+// prefetches has no effect, and a call of it is dropped.
+template <int kWrite, class T>
+ATTN_INLINE void prefetch_row(const T* row, int64_t D) {
+  for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + d, kWrite, 2);
+}
+constexpr int64_t kRowsAhead = 12;  // queries and outputs are asked for so many rows before their turn
+
 // Addresses of a step's key and value rows, wherever they live.
 template <class T>
 struct StepRows {
@@ -155,11 +163,8 @@ struct StepRows {
     }
   }
 
-  // Rows lie far apart, where no hardware prefetcher looks for them. Always inline: to gcc a function that only
-  // prefetches has no effect, and a call of it is dropped.
   static ATTN_INLINE void prefetch(const T* const (&rows)[kStep], int64_t begin, int64_t end, int64_t D) {
-    for (int64_t j = begin; j < end; ++j)
-      for (int64_t d = 0; d < D; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(rows[j] + d, 0, 2);
+    for (int64_t j = begin; j < end; ++j) prefetch_row<0>(rows[j], D);
   }
   ATTN_INLINE void prefetch_keys(int64_t begin, int64_t end, int64_t D) const {
     prefetch(k, begin, min_of(end, count), D);
@@ -179,9 +184,10 @@ A bias_at(const AttentionParams& p, int64_t offset) {
   }
 }
 
-// Score transform and visibility of row r; an unseen key becomes -inf.
+// Score transform and visibility of row r, as far as `columns`; an unseen key becomes -inf.
 template <class A>
-void transform_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t first, int64_t count, A* s) {
+void transform_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t first, int64_t count, int64_t columns,
+                   A* s) {
   const int64_t head = t.head(r), position = t.position(r);
   if (p.softcap > 0) {
     const Vec<A> cap = splat(A(p.softcap));
@@ -208,7 +214,8 @@ void transform_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t f
         static_cast<const bool*>(p.mask) + t.b * st[0] + head * st[1] + t.token(r) * st[2] + first * st[3];
     for (int64_t j = begin; j < end; ++j) s[j] = row[j * st[3]] ? s[j] : A(-kInf);
   }
-  for (int64_t j = 0; j < kStep; j += W<A>) {
+  for (int64_t j = 0; j < columns; j += W<A>) {
+    if (begin <= j && j + W<A> <= end) continue;
     const IVec<A> seen = (lane_index<A>() >= splat_index<A>(begin - j)) & (lane_index<A>() < splat_index<A>(end - j));
     store(s + j, seen ? load(s + j) : splat(A(-kInf)));
   }
@@ -281,12 +288,14 @@ void write_tile(const AttentionParams& p, const Tile& t, Scratch& s) {
   using A = Accumulate<T>;
   T* out = static_cast<T*>(p.out) + t.seq.out_offset;
   A* lse = static_cast<A*>(p.lse) + t.seq.lse_offset;
+  const auto row = [&](int64_t r) { return out + t.token(r) * p.out_row_stride + t.head(r) * p.out_head_stride; };
   for (int64_t r = 0; r < t.rows; ++r) {
+    if (r + kRowsAhead < t.rows) prefetch_row<1>(row(r + kRowsAhead), p.D);
     const int64_t head = t.head(r), token = t.token(r);
     const A* sink = p.sinks ? static_cast<const A*>(p.sinks) + head : nullptr;
     const auto result = s.total_state[r].finish(sink);
     const A* total = s.total + r * s.ld;
-    T* to = out + token * p.out_row_stride + head * p.out_head_stride;
+    T* to = row(r);
     int64_t d = 0;
     for (; d + W<A> <= p.D; d += W<A>) store(to + d, load(total + d) * splat(result.factor));
     if (d < p.D) store_first(to + d, load(total + d) * splat(result.factor), p.D - d);

@@ -13,13 +13,15 @@ inline constexpr int kGemmRows = 6;
 inline constexpr int kGemmVectors = kVectorBytes == 64 ? 4 : 2;
 
 // B is given by its vectors: b(i, n) holds step i, columns n W .. n W + W - 1. lda is in elements, `steps` in steps.
-template <class T, int R, int N, class B>
-ATTN_INLINE void gemm_block(int64_t steps, const Element<T>* a, int64_t lda, const B& b, Accumulate<T>* c, int64_t ldc,
-                            bool accumulate) {
+template <class T, int R, int N, bool kAdd, class B>
+ATTN_INLINE void gemm_block(int64_t steps, const Element<T>* a, int64_t lda, const B& b, Accumulate<T>* c,
+                            int64_t ldc) {
   using A = Accumulate<T>;
-  Vec<A> acc[R][N];
-  for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) acc[r][n] = accumulate ? load(c + r * ldc + n * W<A>) : Vec<A>{};
+  Vec<A> acc[R][N] = {};
+  if constexpr (kAdd) {
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) acc[r][n] = load(c + r * ldc + n * W<A>);
+  }
   for (int64_t i = 0; i < steps; ++i) {
     Vec<A> bv[N];
     for (int n = 0; n < N; ++n) bv[n] = b(i, n);
@@ -32,48 +34,47 @@ ATTN_INLINE void gemm_block(int64_t steps, const Element<T>* a, int64_t lda, con
     for (int n = 0; n < N; ++n) store(c + r * ldc + n * W<A>, acc[r][n]);
 }
 
-template <class T, int N, class B>
+template <class T, int N, bool kAdd, class B>
 ATTN_INLINE void gemm_rows(int64_t rows, int64_t steps, const Element<T>* a, int64_t lda, const B& b, Accumulate<T>* c,
-                           int64_t ldc, bool accumulate) {
+                           int64_t ldc) {
   int64_t r = 0;
   for (; r + kGemmRows <= rows; r += kGemmRows)
-    gemm_block<T, kGemmRows, N>(steps, a + r * lda, lda, b, c + r * ldc, ldc, accumulate);
+    gemm_block<T, kGemmRows, N, kAdd>(steps, a + r * lda, lda, b, c + r * ldc, ldc);
   a += r * lda;
   c += r * ldc;
   switch (rows - r) {
-    case 5: return gemm_block<T, 5, N>(steps, a, lda, b, c, ldc, accumulate);
-    case 4: return gemm_block<T, 4, N>(steps, a, lda, b, c, ldc, accumulate);
-    case 3: return gemm_block<T, 3, N>(steps, a, lda, b, c, ldc, accumulate);
-    case 2: return gemm_block<T, 2, N>(steps, a, lda, b, c, ldc, accumulate);
-    case 1: return gemm_block<T, 1, N>(steps, a, lda, b, c, ldc, accumulate);
+    case 5: return gemm_block<T, 5, N, kAdd>(steps, a, lda, b, c, ldc);
+    case 4: return gemm_block<T, 4, N, kAdd>(steps, a, lda, b, c, ldc);
+    case 3: return gemm_block<T, 3, N, kAdd>(steps, a, lda, b, c, ldc);
+    case 2: return gemm_block<T, 2, N, kAdd>(steps, a, lda, b, c, ldc);
+    case 1: return gemm_block<T, 1, N, kAdd>(steps, a, lda, b, c, ldc);
   }
 }
 
 // b(i, column) is the vector of step i from that column on; columns is a multiple of W.
-template <class T, class B>
+template <class T, bool kAdd, class B>
 ATTN_INLINE void gemm_columns(int64_t rows, int64_t columns, int64_t steps, const Element<T>* a, int64_t lda,
-                              const B& b, Accumulate<T>* c, int64_t ldc, bool accumulate) {
+                              const B& b, Accumulate<T>* c, int64_t ldc) {
   constexpr int w = W<Accumulate<T>>;
   int64_t n = 0;
   const auto from_n = [&](int64_t i, int v) { return b(i, n + v * w); };
   for (; n + kGemmVectors * w <= columns; n += kGemmVectors * w)
-    gemm_rows<T, kGemmVectors>(rows, steps, a, lda, from_n, c + n, ldc, accumulate);
+    gemm_rows<T, kGemmVectors, kAdd>(rows, steps, a, lda, from_n, c + n, ldc);
   if constexpr (kGemmVectors == 4) {
     if (n + 2 * w <= columns) {
-      gemm_rows<T, 2>(rows, steps, a, lda, from_n, c + n, ldc, accumulate);
+      gemm_rows<T, 2, kAdd>(rows, steps, a, lda, from_n, c + n, ldc);
       n += 2 * w;
     }
   }
-  for (; n < columns; n += w) gemm_rows<T, 1>(rows, steps, a, lda, from_n, c + n, ldc, accumulate);
+  for (; n < columns; n += w) gemm_rows<T, 1, kAdd>(rows, steps, a, lda, from_n, c + n, ldc);
 }
 
 // B (steps, columns) packed: one lane of the accumulation type a step and column, row stride ldb.
-template <class T>
+template <class T, bool kAdd>
 __attribute__((noinline)) void gemm(int64_t rows, int64_t columns, int64_t steps, const Element<T>* a, int64_t lda,
-                                    const Accumulate<T>* b, int64_t ldb, Accumulate<T>* c, int64_t ldc,
-                                    bool accumulate) {
+                                    const Accumulate<T>* b, int64_t ldb, Accumulate<T>* c, int64_t ldc) {
   const auto packed = [&](int64_t i, int64_t n) { return load(b + i * ldb + n); };
-  gemm_columns<T>(rows, columns, steps, a, lda, packed, c, ldc, accumulate);
+  gemm_columns<T, kAdd>(rows, columns, steps, a, lda, packed, c, ldc);
 }
 
 // ------------------------------------------------------------------------------------------ B given by its rows
@@ -92,11 +93,11 @@ ATTN_INLINE Vec<Accumulate<T>> step_of_rows(const Row& row, int64_t i, int64_t n
 }
 
 // Rows are read where they are; k is a whole number of steps.
-template <class T, class Row>
+template <class T, bool kAdd, class Row>
 ATTN_INLINE void gemm_from_rows(int64_t rows, int64_t columns, int64_t k, const Element<T>* a, int64_t lda,
-                                const Row& row, Accumulate<T>* c, int64_t ldc, bool accumulate) {
+                                const Row& row, Accumulate<T>* c, int64_t ldc) {
   const auto b = [&](int64_t i, int64_t n) { return step_of_rows<T>(row, i, n); };
-  gemm_columns<T>(rows, columns, k / Product<T>::kPerStep, a, lda, b, c, ldc, accumulate);
+  gemm_columns<T, kAdd>(rows, columns, k / Product<T>::kPerStep, a, lda, b, c, ldc);
 }
 
 // ------------------------------------------------------------------------------- B given by its columns (B^T)
@@ -114,13 +115,13 @@ struct Square {
   // Elements i .. i + depth - 1 of each row; `depth` is kDepth, or less at the rows' end.
   ATTN_INLINE Square(const T* const (&rows)[W<A>], int64_t i, int64_t depth) {
     if (depth == kDepth) {
-      for (int r = 0; r < W<A>; ++r) memcpy(&lanes[r], rows[r] + i, sizeof lanes[r]);
-    } else {
-      for (int r = 0; r < W<A>; ++r) {
-        char part[sizeof lanes[r]] = {};
-        memcpy(part, rows[r] + i, size_t(depth) * sizeof(T));
-        memcpy(&lanes[r], part, sizeof part);
-      }
+      load_transposed<A>(rows, i, lanes);
+      return;
+    }
+    for (int r = 0; r < W<A>; ++r) {
+      char part[sizeof lanes[r]] = {};
+      memcpy(part, rows[r] + i, size_t(depth) * sizeof(T));
+      memcpy(&lanes[r], part, sizeof part);
     }
     transpose<A>(lanes);
   }
@@ -164,7 +165,7 @@ inline constexpr int kFewRows = kVectorBytes == 64 ? 8 : 4;
 
 template <class T, int R, class Row>
 ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Element<T>* a, int64_t lda, const Row& row,
-                                      Accumulate<T>* c, int64_t ldc) {
+                                      int64_t ahead, Accumulate<T>* c, int64_t ldc) {
   using A = Accumulate<T>;
   constexpr int depth = Square<T>::kDepth, per_step = Product<T>::kPerStep;
   for (int64_t n = 0; n < columns; n += W<A>) {
@@ -177,6 +178,8 @@ ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Element<
     };
     int64_t i = 0;
     for (; i + depth <= k; i += depth) {
+      if (ahead != 0)
+        for (const T* from : group.rows) __builtin_prefetch(from + i + ahead, 0, 2);
       const Square<T> square(group.rows, i, depth);
       for (int d = 0; d < Square<T>::kSteps; ++d) add(square, i, d);
     }
@@ -189,11 +192,13 @@ ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Element<
 }
 
 // C (rows <= kFewRows, columns) = A B with B^T given by its rows: the sums of pack_transposed and gemm, to the bit.
-// Columns up to the next multiple of W<A> are written.
+// Columns up to the next multiple of W<A> are written. What lies `ahead` elements behind an element of B is asked for
+// with it, unless that is 0.
 template <class T, class Row>
 __attribute__((noinline)) void gemm_transposed(int64_t rows, int64_t columns, int64_t k, const Element<T>* a,
-                                               int64_t lda, const Row& row, Accumulate<T>* c, int64_t ldc) {
-  const auto run = [&](auto r) { gemm_transposed_rows<T, decltype(r)::value>(columns, k, a, lda, row, c, ldc); };
+                                               int64_t lda, const Row& row, int64_t ahead, Accumulate<T>* c,
+                                               int64_t ldc) {
+  const auto run = [&](auto r) { gemm_transposed_rows<T, decltype(r)::value>(columns, k, a, lda, row, ahead, c, ldc); };
   switch (rows) {
     case 1: return run(Constant<1>{});
     case 2: return run(Constant<2>{});

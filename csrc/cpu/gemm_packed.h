@@ -72,6 +72,14 @@ ATTN_INLINE void panel_block(int64_t lines, const Element<T>* a, int64_t lda, co
   using A = Accumulate<T>;
   constexpr int vectors = kVectorsPerPanel<T>, steps = kStepsPerLine<T, kWidened>;
   Vec<A> sum[R][N * vectors] = {};
+  // A pointer for every 4 rows, which gcc must take as it is: from one pointer it makes so many offsets that some lie
+  // in vector registers, and fetching them takes turns from the multiply-adds.
+  constexpr int kRowsPerPointer = 4;
+  const Element<T>* left[ceil_div(R, kRowsPerPointer)];
+  for (int g = 0; g < ceil_div(R, kRowsPerPointer); ++g) {
+    left[g] = a + g * kRowsPerPointer * lda;
+    asm("" : "+r"(left[g]));
+  }
   const auto multiply = [&](int64_t i) {
     Vec<A> line[N * vectors][steps];
     for (int v = 0; v < N * vectors; ++v) {
@@ -83,10 +91,12 @@ ATTN_INLINE void panel_block(int64_t lines, const Element<T>* a, int64_t lda, co
     }
     for (int s = 0; s < steps; ++s) {
       for (int r = 0; r < R; ++r) {
-        const Vec<A> av = Product<T>::broadcast(a + r * lda + (i * steps + s) * Product<T>::kPerStep);
+        const Vec<A> av =
+            Product<T>::broadcast(left[r / kRowsPerPointer] + r % kRowsPerPointer * lda + s * Product<T>::kPerStep);
         for (int v = 0; v < N * vectors; ++v) sum[r][v] = Product<T>::add(av, line[v][s], sum[r][v]);
       }
     }
+    for (auto& rows : left) rows += steps * Product<T>::kPerStep;
   };
   if (!kWidened && b.rest > 0) {
     for (int64_t i = 0; i < lines; ++i) {

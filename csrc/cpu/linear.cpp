@@ -13,8 +13,9 @@ namespace {
 
 constexpr int64_t kDepthBlock = 256;              // k summed in registers before it joins the total
 constexpr int64_t kChunk = kMostPanels * kPanel;  // columns multiplied at a time: a group of linear
-constexpr int64_t kTaskRows = 384;                // rows of a task: preparing W costs 1/384 of a multiplication each
-constexpr int64_t kFewTaskRows = 48;              // ... where that leaves workers without a task, but no fewer
+constexpr int64_t kFewColumns = kPanel;  // ... of a plain weight and few rows: its rows are read from end to end
+constexpr int64_t kTaskRows = 384;       // rows of a task: preparing W costs 1/384 of a multiplication each
+constexpr int64_t kFewTaskRows = 48;     // ... where that leaves workers without a task, but no fewer
 
 // Columns n .. n + columns - 1 of the product. With a packed weight sums begin at the panel that holds n.
 struct Group {
@@ -123,7 +124,8 @@ void add_plain(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t d
   const T* weight = static_cast<const T*>(p.weight) + n * p.weight_stride + k0;
   const auto row = [&](int64_t i) { return weight + i * p.weight_stride; };
   if (rows.count <= kFewRows) {
-    gemm_transposed<T>(rows.count, valid, depth, rows.x + k0, rows.stride, row, scratch.few, kChunk);
+    const int64_t ahead = kFewColumns * p.weight_stride;  // the next columns, at the same k
+    gemm_transposed<T>(rows.count, valid, depth, rows.x + k0, rows.stride, row, ahead, scratch.few, kChunk);
     for (int64_t r = 0; r < rows.count; ++r) {
       A* total = to + r * stride;
       const A* few = scratch.few + r * kChunk;
@@ -151,9 +153,9 @@ void multiply(const LinearParams& p, const Plan& plan, const Rows<T>& rows, cons
       memset(scratch.total + r * plan.total_stride, 0, size_t(group.padded) * sizeof(Accumulate<T>));
     return done(0, rows.count);
   }
-  // Few rows wait for memory: panels that are multiplied beside each other are read from end to end.
-  const bool stream = p.packed && rows.count <= kFewRows;
-  const int64_t chunk = stream ? panels_of_rows<T>(rows.count) * kPanel : kChunk;
+  // Few rows wait for memory: panels, or rows of W, that are multiplied beside each other are read from end to end.
+  const bool few = rows.count <= kFewRows;
+  const int64_t chunk = !few ? kChunk : p.packed ? panels_of_rows<T>(rows.count) * kPanel : kFewColumns;
   for (int64_t c = 0; c < group.padded; c += chunk) {
     for (int64_t k0 = 0; k0 < p.K; k0 += kDepthBlock) {
       const int64_t depth = min_of(kDepthBlock, p.K - k0);
@@ -165,7 +167,7 @@ void multiply(const LinearParams& p, const Plan& plan, const Rows<T>& rows, cons
         add_packed(p, rows, k0, depth, (group.n + c) / kPanel, min_of(chunk, group.padded - c) / kPanel, scratch,
                    scratch.total + c, plan.total_stride, then);
       else
-        add_plain(p, rows, k0, depth, group.n + c, min_of(kChunk, group.columns - c), scratch, scratch.total + c,
+        add_plain(p, rows, k0, depth, group.n + c, min_of(chunk, group.columns - c), scratch, scratch.total + c,
                   plan.total_stride, then);
     }
   }

@@ -399,12 +399,39 @@ ATTN_INLINE void swap_blocks(Vec<A> (&r)[W<A>]) {
   }
 }
 
-template <class A>
+// Blocks of S and all smaller ones are swapped: from S = W / 2 on, that is the transposition.
+template <class A, int S = W<A> / 2>
 ATTN_INLINE void transpose(Vec<A> (&r)[W<A>]) {
-  if constexpr (W<A> > 8) swap_blocks<A, 8>(r);
-  if constexpr (W<A> > 4) swap_blocks<A, 4>(r);
-  if constexpr (W<A> > 2) swap_blocks<A, 2>(r);
-  swap_blocks<A, 1>(r);
+  swap_blocks<A, S>(r);
+  if constexpr (S > 1) transpose<A, S / 2>(r);
+}
+
+// Half a vector from each of two places.
+template <class A>
+ATTN_INLINE Vec<A> load_halves(const void* low, const void* high) {
+#if defined(__AVX512F__)
+  const __m512d first = _mm512_castpd256_pd512(_mm256_loadu_pd(static_cast<const double*>(low)));
+  return (Vec<A>)_mm512_insertf64x4(first, _mm256_loadu_pd(static_cast<const double*>(high)), 1);
+#else
+  Vec<A> v;
+  memcpy(&v, low, sizeof v / 2);
+  memcpy(reinterpret_cast<char*>(&v) + sizeof v / 2, high, sizeof v / 2);
+  return v;
+#endif
+}
+
+// r = the transpose of W x W lanes in W rows. Its largest blocks are swapped as they are loaded, which takes a port of
+// the loads instead of the only one that shuffles.
+template <class A, class T>
+ATTN_INLINE void load_transposed(const T* const (&rows)[W<A>], int64_t offset, Vec<A> (&r)[W<A>]) {
+  constexpr int half = W<A> / 2;
+  constexpr int64_t elements = kVectorBytes / 2 / int64_t(sizeof(T));
+  for (int i = 0; i < half; ++i) {
+    const T *first = rows[i] + offset, *second = rows[i + half] + offset;
+    r[i] = load_halves<A>(first, second);
+    r[i + half] = load_halves<A>(first + elements, second + elements);
+  }
+  if constexpr (half > 1) transpose<A, half / 2>(r);
 }
 
 // ---------------------------------------------------------------------------------------------- functions
