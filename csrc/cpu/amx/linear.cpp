@@ -20,7 +20,7 @@ constexpr int64_t kColumns = 16;               // of a tile of sums
 constexpr int64_t kPairRows = 2 * tmm::kRows;  // rows of x that are multiplied at a time
 constexpr int64_t kLinearColumns = 32;         // of a group of linear, many rows
 constexpr int64_t kFewColumns = 64;            // the same, up to 16 rows
-constexpr int64_t kBlockBytes = 1 << 20;       // tiles of a block of rows of x: half of the L2 cache
+constexpr int64_t kBlockBytes = 3 << 18;       // tiles of a block of rows of x: less than half of the L2 cache
 constexpr int64_t kLeastRows = 64;             // of a block: each panel of W^T comes from beyond L2 once a block
 constexpr int64_t kL1Bytes = 48 << 10;         // of the first cache
 constexpr int64_t kChunkColumns = 256;         // at least, of what a worker takes at a time, many rows
@@ -165,7 +165,6 @@ void pack_rows(const LinearParams& p, const Plan& plan, int64_t first, int64_t c
     const char* x = static_cast<const char*>(p.x) + (first + r) * row_bytes;
     char* tile = s.x_pair(p, plan, r / kPairRows) + r % kPairRows / tmm::kRows * plan.x_tile;
     const int64_t rows = min_of(tmm::kRows, count - r);
-    const int64_t ahead = r + tmm::kRows < count ? tmm::kRows * row_bytes : 0;
     for (int64_t k = 0; k < used; k += tmm::kRowBytes, tile += 2 * plan.x_tile) {
       const int64_t bytes = min_of(tmm::kRowBytes, used - k);
       if (bytes < tmm::kRowBytes || rows < tmm::kRows) memset(tile, 0, tmm::kBytes);
@@ -175,7 +174,6 @@ void pack_rows(const LinearParams& p, const Plan& plan, int64_t first, int64_t c
           memcpy(tile + i * tmm::kRowBytes, from, tmm::kRowBytes);
         else
           memcpy(tile + i * tmm::kRowBytes, from, size_t(bytes));
-        __builtin_prefetch(from + ahead, 0, 3);
       }
     }
   }
