@@ -82,10 +82,10 @@ struct Group {
 // Parts: blocks of rows times ranges of groups. A worker begins at a part of its own, takes chunks of it, and then
 // helps with the others.
 //
-// Where W^T of a group just fits the first cache, tiles of x have four colours: those of one colour lie 4 KB apart,
-// between those of the others, so that they share a quarter of the cache's sets (64 of 64 bytes). Rows of one colour
-// follow each other, and three quarters of W^T stay in the cache while x streams through the rest of it. With tiles one
-// behind the other x would drive out all of W^T.
+// Where W^T of two tiles of columns just fits the first cache, tiles of x have four colours: those of one colour lie 4
+// KB apart, between those of the others, so that they share a quarter of the cache's sets (64 of 64 bytes). Rows of one
+// colour follow each other, and three quarters of W^T stay in the cache while x streams through the rest of it. With
+// tiles one behind the other x would drive out all of W^T.
 struct Plan {
   bool few;     // rows: one tile
   bool x_left;  // else x^T is the right factor, and rows of a plain weight are the left one where they are
@@ -94,7 +94,8 @@ struct Plan {
   int64_t x_tile;                 // bytes from a tile of x to the next of its colour
   int64_t group_columns, groups;
   int64_t column_parts, part_groups, chunk_groups;
-  int64_t ld;  // of the sums of a group
+  int64_t ld;       // of the sums of a group
+  int64_t buffers;  // of sums of a pair of rows, many rows: all pairs of a block, unless a group is two tiles wide
 
   Plan(const LinearParams& p, int64_t group_columns, int workers)
       : few(p.M <= tmm::kRows), group_columns(group_columns) {
@@ -108,13 +109,14 @@ struct Plan {
     row_blocks = ceil_div(p.M, rows);
     rows = round_up(ceil_div(p.M, row_blocks), kPairRows);
     row_blocks = ceil_div(p.M, rows);
-    colours = group_columns * padded_k(p) * int64_t(sizeof(bf16)) <= kL1Bytes ? 4 : 1;
+    colours = 2 * kColumns * padded_k(p) * int64_t(sizeof(bf16)) <= kL1Bytes ? 4 : 1;
     colour_pairs = ceil_div(rows / kPairRows, colours);
     x_tile = colours * tmm::kBytes;
     part_groups = ceil_div(groups, ceil_div(workers, row_blocks));
     column_parts = ceil_div(groups, part_groups);
     chunk_groups = few ? 1 : ceil_div(kChunkColumns, group_columns);
-    ld = round_up(group_columns + (p.packed ? kColumns - 1 : 0), 2 * kColumns);
+    ld = round_up(group_columns + (p.packed && group_columns % kColumns != 0 ? kColumns - 1 : 0), 2 * kColumns);
+    buffers = few || ld <= 2 * kColumns ? 2 : max_of<int64_t>(2, rows / kPairRows);
   }
   int64_t parts() const { return row_blocks * column_parts; }
   int64_t chunks() const { return parts() * ceil_div(part_groups, chunk_groups); }
@@ -129,7 +131,7 @@ struct alignas(64) Taken {
 struct Scratch {
   char* x;      // tiles of the rows of a block
   char* right;  // (column tiles, K / 32) tiles of W^T, where they are not those of the weight
-  float* sums;  // two of (rows of a pair, ld)
+  float* sums;  // buffers of (rows of a pair, ld)
 
   static bool stages_right(const LinearParams& p, const Plan& plan) {
     return plan.x_left && (!p.packed || p.K % tmm::kDepth != 0);
@@ -141,9 +143,9 @@ struct Scratch {
   static int64_t right_bytes(const LinearParams& p, const Plan& plan) {
     return stages_right(p, plan) ? plan.ld / kColumns * steps_of(p) * tmm::kBytes : 0;
   }
-  static int64_t sums_bytes(const Plan& plan) { return kPairRows * plan.ld * int64_t(sizeof(float)); }
+  static int64_t sums_bytes(const Plan& plan) { return plan.buffers * kPairRows * plan.ld * int64_t(sizeof(float)); }
   static int64_t bytes(const LinearParams& p, const Plan& plan) {  // a vector more: the last row is read beyond its end
-    return x_bytes(p, plan) + right_bytes(p, plan) + 2 * sums_bytes(plan) + 64;
+    return x_bytes(p, plan) + right_bytes(p, plan) + sums_bytes(plan) + 64;
   }
   // The first tile of pair number `pair` of the rows, where they are many.
   char* x_pair(const LinearParams& p, const Plan& plan, int64_t pair) const {
@@ -224,17 +226,16 @@ Right right_of(const LinearParams& p, const Group& group, const Scratch& s) {
 template <class Finish>
 void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, int64_t first, int64_t count,
                    int64_t begin, int64_t end, const Finish& finish) {
-  const int64_t steps = steps_of(p);
+  const int64_t steps = steps_of(p), pairs = ceil_div(count, kPairRows);
   const int64_t asked_per_step = ceil_div(kPairRows, max_of<int64_t>(steps, 1));
   const int64_t finished_per_step = max_of(finish.rows_per_step(), asked_per_step);
   const int64_t buffer = kPairRows * plan.ld;
-  float* sums = s.sums;
-  float* finished = sums + buffer;
+  float* finished = nullptr;
   int64_t row = 0, left = 0;  // of `finished`
   Group finished_group(p, 0, 0);
   // The next group's part of the weight, which follows this one's, comes to L2 meanwhile.
   const int64_t weight_lines = plan.group_columns * weight_stride(p) / 64;
-  const int64_t visits = ceil_div(count, kPairRows) * ceil_div(plan.ld, 2 * kColumns) * max_of<int64_t>(steps, 1);
+  const int64_t visits = pairs * ceil_div(plan.ld, 2 * kColumns) * max_of<int64_t>(steps, 1);
   const int64_t lines_per_step = ceil_div(weight_lines, visits);
   const char* ahead = nullptr;
   const char* ahead_end = nullptr;
@@ -253,14 +254,16 @@ void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, in
       ahead = static_cast<const char*>(p.weight) + (group.n + group.columns) * weight_stride(p);
       ahead_end = ahead + min_of(plan.group_columns, p.N - group.n - group.columns) * weight_stride(p);
     }
-    for (int64_t r = 0; r < count; r += kPairRows) {
-      const char* x = s.x_pair(p, plan, r / kPairRows);
-      const bool pair = count - r > tmm::kRows;
-      int64_t asked = first + r;
-      const int64_t asked_end = first + min_of(count, r + kPairRows);
-      for (int64_t c = 0; c < group.tiles; c += 2) {
-        const auto run = [&](auto rows, auto columns) {
-          multiply_tiles<decltype(rows)::value, decltype(columns)::value>(
+    for (int64_t c = 0; c < group.tiles; c += 2) {
+      const bool last = c + 2 >= group.tiles;
+      for (int64_t pair = 0; pair < pairs; ++pair) {
+        const char* x = s.x_pair(p, plan, pair);
+        float* sums = s.sums + (g * pairs + pair) % plan.buffers * buffer;
+        const int64_t r = pair * kPairRows, rows = min_of(kPairRows, count - r);
+        int64_t asked = first + r;
+        const int64_t asked_end = last ? asked + rows : asked;
+        const auto run = [&](auto row_tiles, auto column_tiles) {
+          multiply_tiles<decltype(row_tiles)::value, decltype(column_tiles)::value>(
               steps, x, plan.x_tile, right.base + c * right.stride, right.stride, sums + c * kColumns, plan.ld,
               [&](int64_t) {
                 for (int64_t i = 0; i < lines_per_step && ahead < ahead_end; ++i, ahead += 64)
@@ -270,16 +273,16 @@ void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, in
               });
         };
         if (group.tiles - c > 1)
-          pair ? run(Constant<2>{}, Constant<2>{}) : run(Constant<1>{}, Constant<2>{});
+          rows > tmm::kRows ? run(Constant<2>{}, Constant<2>{}) : run(Constant<1>{}, Constant<2>{});
         else
-          pair ? run(Constant<2>{}, Constant<1>{}) : run(Constant<1>{}, Constant<1>{});
+          rows > tmm::kRows ? run(Constant<2>{}, Constant<1>{}) : run(Constant<1>{}, Constant<1>{});
+        finish_some(left);
+        if (!last) continue;
+        finished = sums;
+        row = first + r;
+        left = rows;
+        finished_group = group;
       }
-      finish_some(left);
-      finished = sums;
-      sums = sums == s.sums ? s.sums + buffer : s.sums;
-      row = first + r;
-      left = min_of(kPairRows, count - r);
-      finished_group = group;
     }
   }
   finish_some(left);
@@ -411,7 +414,7 @@ void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& la
             pack_rows(p, plan, first, count, s);
           packed_block = block;
         }
-        if (p.K == 0) memset(s.sums, 0, size_t(2 * Scratch::sums_bytes(plan)));
+        if (p.K == 0) memset(s.sums, 0, size_t(Scratch::sums_bytes(plan)));
         if (plan.few)
           multiply_row(p, plan, s, begin, end, finish);
         else
