@@ -109,14 +109,15 @@ struct Plan {
     row_blocks = ceil_div(p.M, rows);
     rows = round_up(ceil_div(p.M, row_blocks), kPairRows);
     row_blocks = ceil_div(p.M, rows);
-    colours = 2 * kColumns * padded_k(p) * int64_t(sizeof(bf16)) <= kL1Bytes ? 4 : 1;
-    colour_pairs = ceil_div(rows / kPairRows, colours);
-    x_tile = colours * tmm::kBytes;
     part_groups = ceil_div(groups, ceil_div(workers, row_blocks));
     column_parts = ceil_div(groups, part_groups);
     chunk_groups = few ? 1 : ceil_div(kChunkColumns, group_columns);
     ld = round_up(group_columns + (p.packed && group_columns % kColumns != 0 ? kColumns - 1 : 0), 2 * kColumns);
     buffers = few || ld <= 2 * kColumns ? 2 : max_of<int64_t>(2, rows / kPairRows);
+    const int64_t cache = buffers > 2 ? kL1Bytes * 3 / 4 : kL1Bytes;  // the sums of a block need some of it
+    colours = 2 * kColumns * padded_k(p) * int64_t(sizeof(bf16)) <= cache ? 4 : 1;
+    colour_pairs = ceil_div(rows / kPairRows, colours);
+    x_tile = colours * tmm::kBytes;
   }
   int64_t parts() const { return row_blocks * column_parts; }
   int64_t chunks() const { return parts() * ceil_div(part_groups, chunk_groups); }
@@ -450,10 +451,7 @@ struct LinearRows {
 struct QkvRows {  // a group of columns is one head, so that rotation pairs meet in one row of sums
   const QkvToCacheParams& p;
   int64_t rows_per_step() const { return 1; }
-  void prefetch(int64_t token, const Group& group) const {
-    const char* to = reinterpret_cast<const char*>(qkv_row<bf16>(p, token, group.n / p.D));
-    for (int64_t i = 0; to && i < p.D * int64_t(sizeof(bf16)); i += 64) prefetch_to_write(to + i);
-  }
+  void prefetch(int64_t, const Group&) const {}  // finding the slot costs more than it gains
   void operator()(float* sums, int64_t ld, int64_t token, int64_t rows, const Group& group) const {
     for (int64_t r = 0; r < rows; ++r) finish_qkv_row<bf16>(p, token + r, group.n / p.D, sums + r * ld);
   }
