@@ -100,33 +100,30 @@ void rotate(A* head, int64_t D, const float* cos, const float* sin) {
   for (; d < half; ++d) pairs(head[d], head[half + d], A(cos[d]), A(sin[d]));
 }
 
-// Where head number `head` of the fused projection of a token goes: q, or the token's slot of the cache; null: nowhere.
-template <class T>
-T* qkv_row(const QkvToCacheParams& p, int64_t token, int64_t head) {
-  if (head < p.H) return static_cast<T*>(p.q) + (token * p.H + head) * p.D;
-  const int64_t slot = p.slot_mapping[token];
-  if (slot < 0) return nullptr;
-  const bool is_v = head >= p.H + p.Hkv;
-  const int64_t* s = is_v ? p.value_strides : p.key_strides;
-  const int64_t kv_head = head - p.H - (is_v ? p.Hkv : 0);
-  return static_cast<T*>(is_v ? p.value_cache : p.key_cache) + slot / p.block_size * s[0] + slot % p.block_size * s[1] +
-         kv_head * s[2];
-}
-
-// Head number `head` of the fused projection of a token, to where it belongs. Sums are read and written in whole
-// vectors.
+// Head number `head` of the fused projection of a token: to q, or to the token's slot of the cache. Sums are read and
+// written in whole vectors.
 template <class T>
 void finish_qkv_row(const QkvToCacheParams& p, int64_t token, int64_t head, Accumulate<T>* sums) {
   using A = Accumulate<T>;
-  T* to = qkv_row<T>(p, token, head);
-  if (!to) return;
+  const int64_t slot = p.slot_mapping[token];
+  const bool is_q = head < p.H, is_v = head >= p.H + p.Hkv;
+  if (!is_q && slot < 0) return;
   if (p.gemm.bias) {
     const T* bias = static_cast<const T*>(p.gemm.bias) + head * p.D;
     for (int64_t d = 0; d < p.D; d += W<A>) store(sums + d, load(sums + d) + load_lanes(bias + d, p.D - d));
   }
-  if (p.rope_cos && head < p.H + p.Hkv) {
+  if (p.rope_cos && !is_v) {
     const int64_t position = p.positions[token];
     rotate(sums, p.D, p.rope_cos + position * p.rope_cos_stride, p.rope_sin + position * p.rope_sin_stride);
+  }
+  T* to;
+  if (is_q) {
+    to = static_cast<T*>(p.q) + (token * p.H + head) * p.D;
+  } else {
+    const int64_t* s = is_v ? p.value_strides : p.key_strides;
+    const int64_t kv_head = head - p.H - (is_v ? p.Hkv : 0);
+    to = static_cast<T*>(is_v ? p.value_cache : p.key_cache) + slot / p.block_size * s[0] + slot % p.block_size * s[1] +
+         kv_head * s[2];
   }
   store_row(to, sums, p.D);
 }

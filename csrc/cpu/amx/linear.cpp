@@ -20,7 +20,7 @@ constexpr int64_t kColumns = 16;               // of a tile of sums
 constexpr int64_t kPairRows = 2 * tmm::kRows;  // rows of x that are multiplied at a time
 constexpr int64_t kLinearColumns = 32;         // of a group of linear, many rows
 constexpr int64_t kFewColumns = 32;            // the same, up to 16 rows
-constexpr int64_t kBlockBytes = 1 << 20;       // tiles of a block of rows of x: half of the L2 cache
+constexpr int64_t kBlockBytes = 3 << 18;       // tiles of a block of rows of x: less than half of the L2 cache
 constexpr int64_t kLeastRows = 64;             // of a block: each panel of W^T comes from beyond L2 once a block
 constexpr int64_t kL1Bytes = 48 << 10;         // of the first cache
 constexpr int64_t kChunkColumns = 256;         // at least, of what a worker takes at a time, many rows
@@ -82,10 +82,10 @@ struct Group {
 // Parts: blocks of rows times ranges of groups. A worker begins at a part of its own, takes chunks of it, and then
 // helps with the others.
 //
-// Where W^T of a group just fits the first cache, tiles of x have four colours: those of one colour lie 4 KB apart,
-// between those of the others, so that they share a quarter of the cache's sets (64 of 64 bytes). Rows of one colour
-// follow each other, and three quarters of W^T stay in the cache while x streams through the rest of it. With tiles one
-// behind the other x would drive out all of W^T.
+// Where W^T of two tiles of columns just fits the first cache, tiles of x have four colours: those of one colour lie 4
+// KB apart, between those of the others, so that they share a quarter of the cache's sets (64 of 64 bytes). Rows of one
+// colour follow each other, and three quarters of W^T stay in the cache while x streams through the rest of it. With
+// tiles one behind the other x would drive out all of W^T.
 struct Plan {
   bool few;     // rows: one tile
   bool x_left;  // else x^T is the right factor, and rows of a plain weight are the left one where they are
@@ -94,7 +94,8 @@ struct Plan {
   int64_t x_tile;                 // bytes from a tile of x to the next of its colour
   int64_t group_columns, groups;
   int64_t column_parts, part_groups, chunk_groups;
-  int64_t ld;  // of the sums of a group
+  int64_t ld;       // of the sums of a group
+  int64_t buffers;  // of sums of a pair of rows, many rows: all pairs of a block, unless a group is two tiles wide
 
   Plan(const LinearParams& p, int64_t group_columns, int workers)
       : few(p.M <= tmm::kRows), group_columns(group_columns) {
@@ -108,13 +109,15 @@ struct Plan {
     row_blocks = ceil_div(p.M, rows);
     rows = round_up(ceil_div(p.M, row_blocks), kPairRows);
     row_blocks = ceil_div(p.M, rows);
-    colours = group_columns * padded_k(p) * int64_t(sizeof(bf16)) <= kL1Bytes ? 4 : 1;
-    colour_pairs = ceil_div(rows / kPairRows, colours);
-    x_tile = colours * tmm::kBytes;
     part_groups = ceil_div(groups, ceil_div(workers, row_blocks));
     column_parts = ceil_div(groups, part_groups);
     chunk_groups = few ? 1 : ceil_div(kChunkColumns, group_columns);
-    ld = round_up(group_columns + (p.packed ? kColumns - 1 : 0), 2 * kColumns);
+    ld = round_up(group_columns + (p.packed && group_columns % kColumns != 0 ? kColumns - 1 : 0), 2 * kColumns);
+    buffers = few || ld <= 2 * kColumns ? 2 : max_of<int64_t>(2, rows / kPairRows);
+    const int64_t cache = buffers > 2 ? kL1Bytes * 3 / 4 : kL1Bytes;  // the sums of a block need some of it
+    colours = 2 * kColumns * padded_k(p) * int64_t(sizeof(bf16)) <= cache ? 4 : 1;
+    colour_pairs = ceil_div(rows / kPairRows, colours);
+    x_tile = colours * tmm::kBytes;
   }
   int64_t parts() const { return row_blocks * column_parts; }
   int64_t chunks() const { return parts() * ceil_div(part_groups, chunk_groups); }
@@ -129,7 +132,7 @@ struct alignas(64) Taken {
 struct Scratch {
   char* x;      // tiles of the rows of a block
   char* right;  // (column tiles, K / 32) tiles of W^T, where they are not those of the weight
-  float* sums;  // two of (rows of a pair, ld)
+  float* sums;  // buffers of (rows of a pair, ld)
 
   static bool stages_right(const LinearParams& p, const Plan& plan) {
     return plan.x_left && (!p.packed || p.K % tmm::kDepth != 0);
@@ -141,9 +144,9 @@ struct Scratch {
   static int64_t right_bytes(const LinearParams& p, const Plan& plan) {
     return stages_right(p, plan) ? plan.ld / kColumns * steps_of(p) * tmm::kBytes : 0;
   }
-  static int64_t sums_bytes(const Plan& plan) { return kPairRows * plan.ld * int64_t(sizeof(float)); }
+  static int64_t sums_bytes(const Plan& plan) { return plan.buffers * kPairRows * plan.ld * int64_t(sizeof(float)); }
   static int64_t bytes(const LinearParams& p, const Plan& plan) {  // a vector more: the last row is read beyond its end
-    return x_bytes(p, plan) + right_bytes(p, plan) + 2 * sums_bytes(plan) + 64;
+    return x_bytes(p, plan) + right_bytes(p, plan) + sums_bytes(plan) + 64;
   }
   // The first tile of pair number `pair` of the rows, where they are many.
   char* x_pair(const LinearParams& p, const Plan& plan, int64_t pair) const {
@@ -165,7 +168,6 @@ void pack_rows(const LinearParams& p, const Plan& plan, int64_t first, int64_t c
     const char* x = static_cast<const char*>(p.x) + (first + r) * row_bytes;
     char* tile = s.x_pair(p, plan, r / kPairRows) + r % kPairRows / tmm::kRows * plan.x_tile;
     const int64_t rows = min_of(tmm::kRows, count - r);
-    const int64_t ahead = r + tmm::kRows < count ? tmm::kRows * row_bytes : 0;
     for (int64_t k = 0; k < used; k += tmm::kRowBytes, tile += 2 * plan.x_tile) {
       const int64_t bytes = min_of(tmm::kRowBytes, used - k);
       if (bytes < tmm::kRowBytes || rows < tmm::kRows) memset(tile, 0, tmm::kBytes);
@@ -175,7 +177,6 @@ void pack_rows(const LinearParams& p, const Plan& plan, int64_t first, int64_t c
           memcpy(tile + i * tmm::kRowBytes, from, tmm::kRowBytes);
         else
           memcpy(tile + i * tmm::kRowBytes, from, size_t(bytes));
-        __builtin_prefetch(from + ahead, 0, 3);
       }
     }
   }
@@ -226,17 +227,16 @@ Right right_of(const LinearParams& p, const Group& group, const Scratch& s) {
 template <class Finish>
 void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, int64_t first, int64_t count,
                    int64_t begin, int64_t end, const Finish& finish) {
-  const int64_t steps = steps_of(p);
+  const int64_t steps = steps_of(p), pairs = ceil_div(count, kPairRows);
   const int64_t asked_per_step = ceil_div(kPairRows, max_of<int64_t>(steps, 1));
   const int64_t finished_per_step = max_of(finish.rows_per_step(), asked_per_step);
   const int64_t buffer = kPairRows * plan.ld;
-  float* sums = s.sums;
-  float* finished = sums + buffer;
+  float* finished = nullptr;
   int64_t row = 0, left = 0;  // of `finished`
   Group finished_group(p, 0, 0);
   // The next group's part of the weight, which follows this one's, comes to L2 meanwhile.
   const int64_t weight_lines = plan.group_columns * weight_stride(p) / 64;
-  const int64_t visits = ceil_div(count, kPairRows) * ceil_div(plan.ld, 2 * kColumns) * max_of<int64_t>(steps, 1);
+  const int64_t visits = pairs * ceil_div(plan.ld, 2 * kColumns) * max_of<int64_t>(steps, 1);
   const int64_t lines_per_step = ceil_div(weight_lines, visits);
   const char* ahead = nullptr;
   const char* ahead_end = nullptr;
@@ -255,14 +255,16 @@ void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, in
       ahead = static_cast<const char*>(p.weight) + (group.n + group.columns) * weight_stride(p);
       ahead_end = ahead + min_of(plan.group_columns, p.N - group.n - group.columns) * weight_stride(p);
     }
-    for (int64_t r = 0; r < count; r += kPairRows) {
-      const char* x = s.x_pair(p, plan, r / kPairRows);
-      const bool pair = count - r > tmm::kRows;
-      int64_t asked = first + r;
-      const int64_t asked_end = first + min_of(count, r + kPairRows);
-      for (int64_t c = 0; c < group.tiles; c += 2) {
-        const auto run = [&](auto rows, auto columns) {
-          multiply_tiles<decltype(rows)::value, decltype(columns)::value>(
+    for (int64_t c = 0; c < group.tiles; c += 2) {
+      const bool last = c + 2 >= group.tiles;
+      for (int64_t pair = 0; pair < pairs; ++pair) {
+        const char* x = s.x_pair(p, plan, pair);
+        float* sums = s.sums + (g * pairs + pair) % plan.buffers * buffer;
+        const int64_t r = pair * kPairRows, rows = min_of(kPairRows, count - r);
+        int64_t asked = first + r;
+        const int64_t asked_end = last ? asked + rows : asked;
+        const auto run = [&](auto row_tiles, auto column_tiles) {
+          multiply_tiles<decltype(row_tiles)::value, decltype(column_tiles)::value>(
               steps, x, plan.x_tile, right.base + c * right.stride, right.stride, sums + c * kColumns, plan.ld,
               [&](int64_t) {
                 for (int64_t i = 0; i < lines_per_step && ahead < ahead_end; ++i, ahead += 64)
@@ -272,16 +274,16 @@ void multiply_rows(const LinearParams& p, const Plan& plan, const Scratch& s, in
               });
         };
         if (group.tiles - c > 1)
-          pair ? run(Constant<2>{}, Constant<2>{}) : run(Constant<1>{}, Constant<2>{});
+          rows > tmm::kRows ? run(Constant<2>{}, Constant<2>{}) : run(Constant<1>{}, Constant<2>{});
         else
-          pair ? run(Constant<2>{}, Constant<1>{}) : run(Constant<1>{}, Constant<1>{});
+          rows > tmm::kRows ? run(Constant<2>{}, Constant<1>{}) : run(Constant<1>{}, Constant<1>{});
+        finish_some(left);
+        if (!last) continue;
+        finished = sums;
+        row = first + r;
+        left = rows;
+        finished_group = group;
       }
-      finish_some(left);
-      finished = sums;
-      sums = sums == s.sums ? s.sums + buffer : s.sums;
-      row = first + r;
-      left = min_of(kPairRows, count - r);
-      finished_group = group;
     }
   }
   finish_some(left);
@@ -392,7 +394,7 @@ void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& la
           }
           packed_block = block;
         }
-        if (p.K == 0) memset(s.sums, 0, size_t(2 * Scratch::sums_bytes(plan)));
+        if (p.K == 0) memset(s.sums, 0, size_t(Scratch::sums_bytes(plan)));
         if (plan.few)
           multiply_row(p, plan, s, begin, end, finish);
         else
@@ -428,10 +430,7 @@ struct LinearRows {
 struct QkvRows {  // a group of columns is one head, so that rotation pairs meet in one row of sums
   const QkvToCacheParams& p;
   int64_t rows_per_step() const { return 1; }
-  void prefetch(int64_t token, const Group& group) const {
-    const char* to = reinterpret_cast<const char*>(qkv_row<bf16>(p, token, group.n / p.D));
-    for (int64_t i = 0; to && i < p.D * int64_t(sizeof(bf16)); i += 64) prefetch_to_write(to + i);
-  }
+  void prefetch(int64_t, const Group&) const {}  // finding the slot costs more than it gains
   void operator()(float* sums, int64_t ld, int64_t token, int64_t rows, const Group& group) const {
     for (int64_t r = 0; r < rows; ++r) finish_qkv_row<bf16>(p, token + r, group.n / p.D, sums + r * ld);
   }
