@@ -9,10 +9,10 @@
 //
 // So the maximum and the sum of a row are lanes of vectors that run down the keys, and no lane meets another. The keys
 // of a split are copied and its values transposed once for all rows of a tile, up to 1024; then one pair of blocks
-// after the other walks them. While the weights of one step are computed, the products of the step before and of the
-// step after are issued between them. Up to 16 rows (decode) have a way of their own, which transposes no values.
+// after the other walks them: scores of a step beside the weights of the step before, and after 256 keys the products
+// with the values. Up to 16 rows (decode) have a way of their own, which transposes no values.
 //
-// tile registers   S^T: 0 .. 3 sums, 4 5 K, 6 7 Q^T       O^T: 0 1 sums, 2 3 V^T, 4 .. 7 P^T
+// tile registers   S^T: 0 .. 3 sums, 4 5 K, 6 7 Q^T       O^T: 0 .. 3 sums, 4 5 V^T, 6 7 P^T
 #include "cpu/amx/pack.h"
 #include "cpu/attention_tiles.h"
 #include "cpu/kernels.h"
@@ -214,16 +214,25 @@ void leave_out(int64_t stride, bf16* rows, LeftOut& left_out) {
   }
 }
 
+bool values_finite(const StepRows<bf16>& step, int64_t D) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  __m512i top = _mm512_setzero_si512();
+  for (int64_t j = 0; j < kStep; ++j)
+    for (int64_t d = 0; d < D; d += tmm::kDepth)
+      top = _mm512_max_epu16(top, _mm512_and_si512(_mm512_loadu_si512(step.v[j] + d), exponent));
+  return _mm512_cmpeq_epi16_mask(top, exponent) == 0;
+}
+
 // to (D / 16, kHalves) tiles of V^T from the rows of a step. Two keys make pairs for 32 of D in two vectors: in a
 // quarter of the first 4 of D, in that of the second the next 4.
-void transpose_values(const bf16* rows, int64_t stride, int64_t D, Ahead& ahead, char* to) {
+void transpose_values(const bf16* const* rows, int64_t D, Ahead& ahead, char* to) {
   for (int64_t half = 0; half < kHalves; ++half) {
     for (int64_t d = 0; d < D; d += tmm::kDepth) {
       ahead.ask(12);
       Vec<float> low[kLanes], high[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {
-        const bf16* row = rows + (half * tmm::kDepth + 2 * i) * stride + d;
-        const __m512i even = _mm512_load_si512(row), odd = _mm512_load_si512(row + stride);
+        const bf16* const* row = rows + half * tmm::kDepth + 2 * i;
+        const __m512i even = _mm512_loadu_si512(row[0] + d), odd = _mm512_loadu_si512(row[1] + d);
         low[i] = (Vec<float>)_mm512_unpacklo_epi16(even, odd);
         high[i] = (Vec<float>)_mm512_unpackhi_epi16(even, odd);
       }
@@ -238,6 +247,27 @@ void transpose_values(const bf16* rows, int64_t stride, int64_t D, Ahead& ahead,
       }
     }
   }
+}
+
+// The values of step `number` of a split, plain: every row of the tile sees them. True if what those in s.values give
+// needs no care: without NaN and inf, or plain; else s.finite has them without, too.
+bool stage_values(const AttentionParams& p, const StepRows<bf16>& step, bool plain, Ahead& ahead, int64_t number,
+                  Scratch& s) {
+  const int64_t stride = s.depth_tiles * tmm::kDepth;
+  const bf16* copies[kStep];
+  for (int64_t j = 0; j < kStep; ++j) copies[j] = s.value_rows + j * stride;
+  const bool in_place = p.D % tmm::kDepth == 0 && step.count == kStep;
+  bool finite = plain;
+  if (!in_place)
+    finite |= copy_values(step, p.D, stride, s.value_rows);
+  else if (!plain)
+    finite = values_finite(step, p.D);
+  transpose_values(in_place ? step.v : copies, s.ld, ahead, s.values + number * s.value_bytes());
+  if (finite) return true;
+  if (in_place) copy_values(step, p.D, stride, s.value_rows);
+  leave_out(stride, s.value_rows, s.left_out[number]);
+  transpose_values(copies, s.ld, ahead, s.finite + number * s.value_bytes());
+  return false;
 }
 
 // Which rows of a block see the keys whose NaN and inf were left out; scores as finish_scores leaves them.
@@ -331,19 +361,23 @@ struct Seen {
 };
 
 void find_seen(const AttentionParams& p, const Tile& t, int64_t block, int64_t split, Seen& seen) {
-  seen.known = true;
-  seen.all_begin = 0;
-  seen.all_end = kSplit;
+  typedef IVec<float> I;
+  const int64_t first = split * kSplit;
+  int32_t positions[kLanes];  // ascending, from the split's first key on
   RowCursor cursor(t, block * kLanes);
-  for (int64_t lane = 0; lane < kLanes; ++lane, cursor.next()) {
-    const KeyRange range = visible_keys(p, cursor.token + t.seq.Tk - t.seq.Tq, t.seq.Tk);
-    const int64_t begin = min_of(kSplit, max_of<int64_t>(0, range.first - split * kSplit));
-    const int64_t end = min_of(kSplit, max_of<int64_t>(0, range.last + 1 - split * kSplit));
-    seen.begin[lane] = int32_t(begin);
-    seen.end[lane] = int32_t(end);
-    seen.all_begin = max_of(seen.all_begin, begin);
-    seen.all_end = min_of(seen.all_end, end);
-  }
+  for (int64_t lane = 0; lane < kLanes; ++lane, cursor.next())
+    positions[lane] = int32_t(cursor.token + t.seq.Tk - t.seq.Tq - first);
+  I position;
+  memcpy(&position, positions, sizeof position);
+  const auto least = [](I a, I b) { return a < b ? a : b; };
+  const auto most = [](I a, I b) { return a > b ? a : b; };
+  const auto all = [](int64_t x) { return I{} + int32_t(min_of<int64_t>(x, 1 << 30)); };
+  I begin{}, last = all(min_of(kSplit, t.seq.Tk - first) - 1);
+  if (p.causal) last = least(last, position);
+  if (p.window_right >= 0) last = least(last, position + all(p.window_right));
+  if (p.window_left >= 0) begin = least(most(begin, position - all(p.window_left)), all(kSplit));
+  const I end = most(begin, last + 1);
+  seen = {begin, end, begin[kLanes - 1], end[0], true};
 }
 
 // Unseen scores become -inf.
@@ -417,13 +451,13 @@ Vec<float> take_off_max(const BlockState& state, float exponent, float* scores) 
 // power is split by instructions that know infinity and, within FlushSubnormals, are done with what underflows.
 ATTN_INLINE Vec<float> weight_of(Vec<float> score, Vec<float> exponent, Vec<float> shift) {
   const Vec<float> x = fma(score, exponent, -shift);
-  const Vec<float> f = (Vec<float>)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+  const Vec<float> f = (Vec<float>)_mm512_maskz_reduce_ps(__mmask16(-1), (__m512)x, _MM_FROUND_TO_NEG_INF);
   Vec<float> q = fma(splat(0.00186713017f), f, splat(0.00901702978f));
   q = fma(q, f, splat(0.0557999127f));
   q = fma(q, f, splat(0.240164444f));
   q = fma(q, f, splat(0.693151295f));
   q = fma(q, f, splat(1.0f));
-  return (Vec<float>)_mm512_scalef_ps((__m512)q, (__m512)x);
+  return (Vec<float>)_mm512_maskz_scalef_ps(__mmask16(-1), (__m512)q, (__m512)x);
 }
 
 // Vector instructions take subnormal numbers for 0 while it lives, as tiles always do. Else a weight that underflows
@@ -627,21 +661,76 @@ struct Pair {
   char* weights(int64_t step) const { return s.weights + step % kChunk * 2 * kHalves * tmm::kBytes; }
 };
 
-// Scores of step `next` beside the weights of step `now`; either may be -1. While tiles work, vector instructions get
-// one of two ports: about 16 of them beside a product are free, more are better off behind the products.
-// kDepth: tiles of D in Q^T and K if known, else 0.
+// S^T of a step; after every four products between() is called. kDepth: tiles of D in Q^T and K if known, else 0. A
+// finished tile of sums is stored just before its register is used again, so that products follow each other.
+template <int kDepth, class Between>
+ATTN_INLINE void score(const Pair& pair, int64_t step, const Between& between) {
+  const Scratch& s = pair.s;
+  const int64_t depth = kDepth > 0 ? kDepth : s.depth_tiles;
+  const char* k = s.keys + step * s.key_bytes();
+  const char* q = s.q + 2 * pair.number * depth * tmm::kBytes;
+  float* to = pair.scores(step);
+  if constexpr (kDepth == 2) {  // Q^T stays in registers: 0 1 sums, 2 3 K, 4 .. 7 Q^T
+    each<4>([&](auto i) { tmm::load<4 + decltype(i)::value>(q + decltype(i)::value * tmm::kBytes); });
+    for (int64_t i = 0; i < kKeyTiles; ++i, k += 2 * tmm::kBytes, to += tmm::kFloats) {
+      tmm::load<2>(k);
+      if (i > 0) tmm::store<0>(to - tmm::kFloats);
+      tmm::zero<0>();
+      tmm::dot<0, 2, 4>();
+      if (i > 0) tmm::store<1>(to - tmm::kFloats + kScores);
+      tmm::zero<1>();
+      tmm::dot<1, 2, 6>();
+      tmm::load<3>(k + tmm::kBytes);
+      tmm::dot<0, 3, 5>();
+      tmm::dot<1, 3, 7>();
+      between();
+    }
+    tmm::store<0>(to - tmm::kFloats);
+    tmm::store<1>(to - tmm::kFloats + kScores);
+    return;
+  }
+  const auto finish = [&](auto tile) __attribute__((always_inline)) {
+    constexpr int c = decltype(tile)::value;
+    tmm::store<c>(to + c / 2 * tmm::kFloats + c % 2 * kScores);
+  };
+  for (int64_t i = 0; i < kKeyTiles; i += 2, k += 2 * depth * tmm::kBytes) {
+    const auto begin = [&](auto tile) __attribute__((always_inline)) {
+      if (i > 0) finish(tile);
+      tmm::zero<decltype(tile)::value>();
+    };
+    for (int64_t d = 0; d < depth; ++d) {
+      tmm::load<6>(q + d * tmm::kBytes);
+      tmm::load<4>(k + d * tmm::kBytes);
+      if (d == 0) begin(Constant<0>{});
+      tmm::dot<0, 4, 6>();
+      tmm::load<7>(q + (depth + d) * tmm::kBytes);
+      if (d == 0) begin(Constant<1>{});
+      tmm::dot<1, 4, 7>();
+      tmm::load<5>(k + (depth + d) * tmm::kBytes);
+      if (d == 0) begin(Constant<2>{});
+      tmm::dot<2, 5, 6>();
+      if (d == 0) begin(Constant<3>{});
+      tmm::dot<3, 5, 7>();
+      between();
+    }
+    if (i > 0) to += 2 * tmm::kFloats;
+  }
+  each<4>(finish);
+}
+
+// Scores of step `next` and their maxima beside the weights of step `now`; either may be -1. While tiles work, vector
+// instructions get one of two ports: about 16 of them beside a product are free, more are better off behind.
 template <int kDepth>
 void score_and_weigh(const Pair& pair, int64_t next, int64_t now, Vec<float> (&top)[2]) {
   typedef Vec<float> V;
   const Scratch& s = pair.s;
-  const int64_t depth = kDepth > 0 ? kDepth : s.depth_tiles;
   const V c = splat(s.exponent);
   V shift[2] = {}, sum[2] = {}, sum2[2] = {};
+  const float* from = pair.scores(max_of<int64_t>(0, now));
+  char* weights = pair.weights(max_of<int64_t>(0, now));
+  int64_t j = now >= 0 ? 0 : kStep;  // keys before have weights
   if (now >= 0)
     for (int i = 0; i < 2; ++i) shift[i] = take_off_max(s.blocks[i], s.exponent, pair.scores(now) + i * kScores);
-  const float* from = pair.scores(now);
-  char* weights = pair.weights(now);
-  int64_t j = now >= 0 ? 0 : kStep;
   const auto weigh = [&] __attribute__((always_inline)) {
     for (int i = 0; i < 2; ++i) {
       const float* x = from + i * kScores + j * kLanes;
@@ -652,33 +741,8 @@ void score_and_weigh(const Pair& pair, int64_t next, int64_t now, Vec<float> (&t
     }
     j += 2;
   };
-
-  if (next >= 0) {
-    const char* k = s.keys + next * s.key_bytes();
-    const char* q = s.q + 2 * pair.number * depth * tmm::kBytes;
-    float* to = pair.scores(next);
-    for (int64_t i = 0; i < kKeyTiles; i += 2, k += 2 * depth * tmm::kBytes, to += 2 * tmm::kFloats) {
-      each<4>([](auto c) { tmm::zero<decltype(c)::value>(); });
-      for (int64_t d = 0; d < depth; ++d) {
-        tmm::load<6>(q + d * tmm::kBytes);
-        tmm::load<4>(k + d * tmm::kBytes);
-        tmm::dot<0, 4, 6>();
-        tmm::load<7>(q + (depth + d) * tmm::kBytes);
-        tmm::dot<1, 4, 7>();
-        tmm::load<5>(k + (depth + d) * tmm::kBytes);
-        tmm::dot<2, 5, 6>();
-        tmm::dot<3, 5, 7>();
-        for (int i = 0; i < 2; ++i)
-          if (j < kStep) weigh();
-      }
-      tmm::store<0>(to);
-      tmm::store<1>(to + kScores);
-      tmm::store<2>(to + tmm::kFloats);
-      tmm::store<3>(to + tmm::kFloats + kScores);
-    }
-  }
-  int64_t m = 0;
-  const float* scores = pair.scores(next);
+  const float* scores = pair.scores(max_of<int64_t>(0, next));
+  int64_t m = next >= 0 ? 0 : kStep;  // keys before are in top
   top[0] = top[1] = splat(-kInf);
   V top2[2] = {top[0], top[0]};
   const auto find_max = [&] __attribute__((always_inline)) {
@@ -688,9 +752,15 @@ void score_and_weigh(const Pair& pair, int64_t next, int64_t now, Vec<float> (&t
         top2[i] = vmax(top2[i], load(scores + i * kScores + (m + 1) * kLanes));
       }
   };
+
+  if (next >= 0)
+    score<kDepth>(pair, next, [&] __attribute__((always_inline)) {
+      for (int n = 0; n < 2; ++n)
+        if (j < kStep) weigh();
+    });
   while (j < kStep) {
     weigh();
-    if (j > kStep - 16) find_max();
+    if (j > kStep - 16 && m < kStep) find_max();
   }
   while (m < kStep) find_max();
   for (int i = 0; i < 2; ++i) top[i] = vmax(top[i], top2[i]);
@@ -820,12 +890,7 @@ void attend_split(const AttentionParams& p, const Tile& t, int64_t number, Scrat
     const StepRows<bf16> rows = ahead.step;
     ahead.begin(p, t, first_key + (i + 1) * kStep);
     stage_keys(rows, p.D, s.depth_tiles, ahead, s.keys + i * s.key_bytes());
-    const int64_t stride = s.depth_tiles * tmm::kDepth;
-    finite[i] = copy_values(rows, p.D, stride, s.value_rows) || step_is_plain(p, t, first_key + i * kStep);
-    transpose_values(s.value_rows, stride, s.ld, ahead, s.values + i * s.value_bytes());
-    if (finite[i]) continue;
-    leave_out(stride, s.value_rows, s.left_out[i]);
-    transpose_values(s.value_rows, stride, s.ld, ahead, s.finite + i * s.value_bytes());
+    finite[i] = stage_values(p, rows, step_is_plain(p, t, first_key + i * kStep), ahead, i, s);
   }
   for (int64_t i = 0; i < pairs_of(t); ++i) {
     Pair pair(p, t, s, number, i);
