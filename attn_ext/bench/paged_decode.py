@@ -2,8 +2,9 @@
 
 torch has no paged cache; it gets the keys and values contiguous in its own layout, which a server could only offer
 by keeping every sequence at its longest. Where query heads share a key head they are handed to torch as rows, in
-bfloat16 many times faster than its `enable_gqa`. Pages of 16 tokens lie in random order. Rows whose keys and values
-fit the last-level cache measure that cache; the others measure memory.
+bfloat16 many times faster than its `enable_gqa`. Pages of 16 tokens lie in random order. All of it is in huge pages of
+the system's, which PagedKVCache asks for. Rows whose keys and values fit the last-level cache measure that cache; the
+others measure memory.
 """
 
 from __future__ import annotations
@@ -12,17 +13,24 @@ from collections.abc import Iterator
 
 import torch
 
+from attn_ext import _C
 from attn_ext.bench.timer import Case
 
 BLOCK_SIZE = 16
 
 
+def _in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+    _C.advise_huge_pages(memory.data_ptr(), memory.nbytes)
+    return memory.copy_(tensor)
+
+
 def _inputs(batch: int, tokens: int, heads: int, kv_heads: int, d: int, dtype: torch.dtype) -> tuple:
     """q, both caches with shuffled blocks, the table and the lengths; then the same keys and values contiguous."""
     blocks = batch * tokens // BLOCK_SIZE
-    caches = [torch.randn(blocks, kv_heads, BLOCK_SIZE, d).to(dtype).transpose(1, 2) for _ in "kv"]
+    caches = [_in_huge_pages(torch.randn(blocks, kv_heads, BLOCK_SIZE, d).to(dtype)).transpose(1, 2) for _ in "kv"]
     table = torch.randperm(blocks).reshape(batch, -1).to(torch.int32)
-    dense = [c[table.long()].flatten(1, 2).transpose(1, 2).contiguous() for c in caches]
+    dense = [_in_huge_pages(c[table.long()].flatten(1, 2).transpose(1, 2)) for c in caches]
     q = torch.randn(batch, 1, heads, d).to(dtype)
     return q, *caches, table, torch.full((batch,), tokens, dtype=torch.int32), *dense
 

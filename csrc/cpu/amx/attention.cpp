@@ -26,6 +26,7 @@ constexpr int64_t kHalves = kStep / tmm::kDepth;   // of P^T in a block, and of 
 constexpr int64_t kSteps = kSplit / kStep;         // of a split
 constexpr int64_t kScores = kStep * kLanes;        // floats in S^T of a block
 constexpr int64_t kChunk = 4;                      // steps whose weights meet the values in one go: what stays in L1
+constexpr int64_t kGathered = 2;                   // rows, at most, whose scores are gathered
 
 static_assert(kKeyTiles == 4 && kHalves == 2 && W<float> == kLanes);
 
@@ -434,17 +435,23 @@ bool move_max(Vec<float> top, float exponent, BlockState& state, Vec<float>& fac
 }
 
 // What is to be taken off exponent * score for a block's weights. Where that is so much that the difference would be
-// inexact, the maximum is taken off the scores themselves, and nothing is left to take off.
-Vec<float> take_off_max(const BlockState& state, float exponent, float* scores) {
+// inexact (far), the maximum is to be taken off the scores themselves, and nothing is left to take off.
+ATTN_INLINE Vec<float> shift_of(const BlockState& state, float exponent, __mmask16& far) {
   typedef Vec<float> V;
   const V shift = state.max == splat(-kInf) ? V{} : state.max * splat(exponent);
-  const __mmask16 far = _mm512_cmp_ps_mask((__m512)absolute(shift), _mm512_set1_ps(0x1p10f), _CMP_NLE_UQ);
+  far = _mm512_cmp_ps_mask((__m512)absolute(shift), _mm512_set1_ps(0x1p10f), _CMP_NLE_UQ);
+  return (V)_mm512_maskz_mov_ps(__mmask16(~far), (__m512)shift);
+}
+
+Vec<float> take_off_max(const BlockState& state, float exponent, float* scores) {
+  __mmask16 far;
+  const Vec<float> shift = shift_of(state, exponent, far);
   if (!far) return shift;
   for (int64_t j = 0; j < kStep; ++j) {
     const __m512 score = (__m512)load(scores + j * kLanes);
-    store(scores + j * kLanes, (V)_mm512_mask_sub_ps(score, far, score, (__m512)state.max));
+    store(scores + j * kLanes, (Vec<float>)_mm512_mask_sub_ps(score, far, score, (__m512)state.max));
   }
-  return (V)_mm512_maskz_mov_ps(__mmask16(~far), (__m512)shift);
+  return shift;
 }
 
 // 2^(exponent score - shift), with a relative error of 2e-7 (minimax, 2^0 = 1); 0 for a score of -inf, NaN for NaN. The
@@ -490,14 +497,85 @@ bool keys_in_place(const AttentionParams& p, const Tile& t, const StepRows<bf16>
          (!t.seq.blocks || p.block_size % tmm::kRows == 0) && reinterpret_cast<uintptr_t>(step.k[first]) % 64 == 0;
 }
 
+// The state moved: what was accumulated, tiles of O, follows.
+void scale_sums(int64_t rows, int64_t tiles, Vec<float> factor, float* sums) {
+  for (int64_t n = 0; n < tiles; ++n) {
+    for (int64_t r = 0; r < rows; ++r) {
+      float* row = sums + n * tmm::kFloats + r * kLanes;
+      store(row, load(row) * splat(factor[r]));
+    }
+  }
+}
+
+// Weights P of a step from its scores, lanes being rows, transposed.
+ATTN_INLINE void weigh(int64_t rows, Scratch& s, float* sums, Ahead& ahead) {
+  typedef Vec<float> V;
+  BlockState& state = s.blocks[0];
+  V factor;
+  if (move_max(max_of_keys(s.scores), s.exponent, state, factor)) scale_sums(rows, 2 * s.depth_tiles, factor, sums);
+  const V c = splat(s.exponent), shift = take_off_max(state, s.exponent, s.scores);
+  V sum{}, sum2{}, pairs[kHalves][kLanes];
+  for (int64_t j = 0; j < kStep; j += 2) {
+    const V even = weight_of(load(s.scores + j * kLanes), c, shift);
+    const V odd = weight_of(load(s.scores + (j + 1) * kLanes), c, shift);
+    sum += even;
+    sum2 += odd;
+    pairs[j / tmm::kDepth][j % tmm::kDepth / 2] = pair_up(even, odd);
+    ahead.ask(1);
+  }
+  state.sum += sum + sum2;
+  for (int64_t half = 0; half < kHalves; ++half) {
+    transpose<float>(pairs[half]);
+    memcpy(s.weights + half * tmm::kBytes, pairs[half], size_t(rows * tmm::kRowBytes));
+  }
+}
+
+// The same for up to kGathered rows, where most lanes would be idle: the scores of a row are gathered, so that lanes
+// are keys. Weights are added up in the order in which those lanes add them.
+ATTN_INLINE void weigh_gathered(int64_t rows, Scratch& s, float* sums) {
+  typedef Vec<float> V;
+  constexpr int64_t kParts = kStep / kLanes;
+  BlockState& state = s.blocks[0];
+  const __m512i of_row = (__m512i)(lane_index<float>() * int32_t(kLanes));
+  V scores[kGathered][kParts], top = state.max;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < kParts; ++i)
+      scores[r][i] = (V)_mm512_i32gather_ps(of_row, s.scores + i * kLanes * kLanes + r, sizeof(float));
+    const V both = vmax(vmax(scores[r][0], scores[r][1]), vmax(scores[r][2], scores[r][3]));
+    top[r] = combine_lanes<float, kLanes / 2>(both, [](V a, V b) { return vmax(a, b); });
+  }
+  V factor;
+  if (move_max(top, s.exponent, state, factor)) scale_sums(rows, 2 * s.depth_tiles, factor, sums);
+  __mmask16 far;
+  const V c = splat(s.exponent), shifts = shift_of(state, s.exponent, far);
+  for (int64_t r = 0; r < rows; ++r) {
+    const V shift = splat(shifts[r]);
+    if (far >> r & 1)
+      for (V& part : scores[r]) part -= splat(state.max[r]);
+    alignas(64) float weights[kStep];
+    for (int64_t half = 0; half < kHalves; ++half) {
+      const V low = weight_of(scores[r][2 * half], c, shift), high = weight_of(scores[r][2 * half + 1], c, shift);
+      store(weights + half * tmm::kDepth, low);
+      store(weights + half * tmm::kDepth + kLanes, high);
+      const __m512i row = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+      _mm512_store_si512(s.weights + half * tmm::kBytes + r * tmm::kRowBytes, row);
+    }
+    float sum = 0, sum2 = 0;
+    for (int64_t j = 0; j < kStep; j += 2) {
+      sum += weights[j];
+      sum2 += weights[j + 1];
+    }
+    state.sum[r] += sum + sum2;
+  }
+}
+
 // For up to 16 rows there is nothing to gain from V^T:
 //
 //   S^T (keys, rows)  = K Q^T                           as for many rows
-//   O (rows, D)      += P (rows, keys) . V (keys, D)    V only has its keys paired, 32 of D in two tiles: one of the
-//   first
-//                                                       4 of every 8, one of the others
+//   O (rows, D)      += P (rows, keys) . V (keys, D)    V only has its keys paired, 32 of D in two tiles: the first has
+//                                                       the first 4 of every 8, the second the others
 //
-// The sums are those of many rows, to the bit. tile registers: 0 1 S^T, 2 Q^T and V, 3 K and V, 4 5 O, 6 7 P
+// The sums are those of many rows, to the bit. tile registers: 0 S^T, 2 Q^T and V, 3 K and V, 4 O, 6 7 P
 void attend_few(const AttentionParams& p, const Tile& t, int64_t number, Scratch& s) {
   typedef Vec<float> V;
   tmm::Shapes shapes = tmm::Shapes::full();
@@ -538,9 +616,9 @@ void attend_few(const AttentionParams& p, const Tile& t, int64_t number, Scratch
         tmm::load<2>(s.q + d * tmm::kBytes);
         tmm::load<3>(k + d * tile_bytes, row_bytes);
         tmm::dot<0, 3, 2>();
+        ahead.ask(ceil_div(kStep / 8, depth));
       }
       tmm::store<0>(s.scores + j * kLanes);
-      ahead.ask(kStep / 8);
     }
 
     const bool plain = step_is_plain(p, t, first), in_place = plain && p.D % tmm::kDepth == 0;
@@ -556,32 +634,14 @@ void attend_few(const AttentionParams& p, const Tile& t, int64_t number, Scratch
         _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
         _mm512_store_si512(to + kHalves * tmm::kBytes, _mm512_unpackhi_epi16(a, b));
       }
-      ahead.ask(1);
+      ahead.ask(2);
     }
 
     finish_scores(p, t, s, 0, number, (first - first_key) / kStep, plain, seen, s.scores);
-    V factor;
-    if (move_max(max_of_keys(s.scores), s.exponent, state, factor))
-      for (int64_t n = 0; n < 2 * depth; ++n)
-        for (int64_t r = 0; r < t.rows; ++r) {
-          float* row = sums + n * tmm::kFloats + r * kLanes;
-          store(row, load(row) * splat(factor[r]));
-        }
-    const V c = splat(s.exponent), shift = take_off_max(state, s.exponent, s.scores);
-    V sum{}, sum2{}, pairs[kHalves][kLanes];
-    for (int64_t j = 0; j < kStep; j += 2) {
-      const V even = weight_of(load(s.scores + j * kLanes), c, shift);
-      const V odd = weight_of(load(s.scores + (j + 1) * kLanes), c, shift);
-      sum += even;
-      sum2 += odd;
-      pairs[j / tmm::kDepth][j % tmm::kDepth / 2] = pair_up(even, odd);
-      ahead.ask(1);
-    }
-    state.sum += sum + sum2;
-    for (int64_t half = 0; half < kHalves; ++half) {
-      transpose<float>(pairs[half]);
-      memcpy(s.weights + half * tmm::kBytes, pairs[half], size_t(t.rows * tmm::kRowBytes));
-    }
+    if (t.rows <= kGathered)
+      weigh_gathered(t.rows, s, sums);
+    else
+      weigh(t.rows, s, sums, ahead);
 
     tmm::load<6>(s.weights);
     tmm::load<7>(s.weights + tmm::kBytes);
