@@ -19,6 +19,7 @@ ATTN_INLINE void gemm_block(int64_t steps, const Element<T>* a, int64_t lda, con
   using A = Accumulate<T>;
   Vec<A> acc[R][N] = {};
   if constexpr (kAdd) {
+    if (steps <= 0) __builtin_unreachable();  // else gcc keeps the sums in memory for that case
     for (int r = 0; r < R; ++r)
       for (int n = 0; n < N; ++n) acc[r][n] = load(c + r * ldc + n * W<A>);
   }
@@ -73,6 +74,7 @@ ATTN_INLINE void gemm_columns(int64_t rows, int64_t columns, int64_t steps, cons
 template <class T, bool kAdd>
 __attribute__((noinline)) void gemm(int64_t rows, int64_t columns, int64_t steps, const Element<T>* a, int64_t lda,
                                     const Accumulate<T>* b, int64_t ldb, Accumulate<T>* c, int64_t ldc) {
+  if (kAdd && steps == 0) return;
   const auto packed = [&](int64_t i, int64_t n) { return load(b + i * ldb + n); };
   gemm_columns<T, kAdd>(rows, columns, steps, a, lda, packed, c, ldc);
 }

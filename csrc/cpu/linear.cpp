@@ -205,6 +205,11 @@ int64_t scratch_bytes(const LinearParams& p, int64_t group_columns, int workers)
 template <class T>
 void linear_of(const LinearParams& p, const Launch& launch) {
   for_each_row<T>(p, kChunk, launch, [&](Accumulate<T>* sums, int64_t m, const Group& group) {
+    // Rows of y lie pages apart: those of the next register block are fetched while it is summed.
+    if (m + kMostRows<T> < p.M) {
+      const T* later = static_cast<const T*>(p.y) + (m + kMostRows<T>)*p.y_stride + group.n;
+      for (int64_t c = 0; c < group.columns; c += 64 / int64_t(sizeof(T))) __builtin_prefetch(later + c, 1, 3);
+    }
     finish_linear_rows<T>(p, m, 1, group.n, group.columns, sums, 0);
   });
 }
