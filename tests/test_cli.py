@@ -197,6 +197,7 @@ def test_interrupt_is_clean_and_text_comes_while_it_is_made(llama):
         [*COMMAND, "generate", "My hobby", "-m", str(llama), "-n", "4000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     begun = process.stdout.read(20)  # returns as soon as there are 20 bytes: 12 tokens of 4000
     assert process.poll() is None, "the text came only at the end"

@@ -90,7 +90,7 @@ def test_readme_commands():
     commands = re.findall(r"^ *(pip install .*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
     assert commands[:2] == [
         'pip install . && attn-ext generate "The capital of France is"',
-        "pip install '.[test]' && pytest",
+        "pip install '.[test]' && pytest -n auto",
     ]
 
 
