@@ -433,7 +433,7 @@ def attention(
         causal: query i sees keys j <= p (bottom-right: the last query sees every key).
         scale: None for 1/sqrt(D); any number that is finite in float32.
         window: (left, right), keys p - left <= j <= p + right; -1 = unlimited.
-        softcap: 0 for none.
+        softcap: 0 for none; else a normal number of float32.
         alibi_slopes: (H) or (B, H) float32 (Press et al., arXiv 2108.12409).
         sinks: (H) float32, one more logit per head that joins the softmax's denominator and carries no value.
         mask: bool, True = may attend, broadcast to (B, H, Tq, Tk).

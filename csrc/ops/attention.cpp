@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 
 #include "ops/launch.h"
 #include "ops/ops.h"
@@ -38,7 +39,10 @@ struct Options {
     p.scale = scale.value_or(1.0 / std::sqrt(double(p.D)));
     c.finite(p.scale, "scale", dtype);
     c.finite(softcap, "softcap", dtype);
-    ATTN_EXT_CHECK(c, softcap >= 0, "softcap", "be at least 0 (0 = none)", std::to_string(softcap));
+    ATTN_EXT_CHECK(c, softcap >= 0, "softcap", "be at least 0 (0 = none)", number(softcap));
+    // Scores are divided by it: the reciprocal of a smaller number is infinite.
+    ATTN_EXT_CHECK(c, softcap == 0 || softcap >= std::numeric_limits<float>::min() || dtype == ScalarType::Double,
+                   "softcap", "be 0 or a normal number of float32 (at least 1.17549e-38)", number(softcap));
     p.softcap = softcap;
     ATTN_EXT_CHECK(c, window_left >= -1 && window_right >= -1, "window", "have entries of at least -1 (-1 = unlimited)",
                    to_string({window_left, window_right}));

@@ -237,3 +237,50 @@ def test_smallest_half_values():
     """float16 below its normal range is read and written exactly."""
     v = torch.full((1, 1, 1, 8), 2.0**-24, dtype=torch.float16)
     assert_same_bits(attn_ext.attention(torch.zeros_like(v), torch.zeros_like(v), v), v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 4, 20])
+def test_the_smallest_scales_and_softcaps_count(backend, dtype, rows):
+    q, k, v = (torch.randn(1, n, 1, 32).to(dtype) for n in (rows, 8, 8))
+    huge_q, huge_k = ((t.float() * 2e18).to(dtype) for t in (q, k))
+    options = {"scale": 1e-38, "return_lse": True}
+    out, lse = attn_ext.attention(huge_q, huge_k, v, **options)
+    exact, exact_lse = reference.attention(huge_q.double(), huge_k.double(), v.double(), **options)
+    torch.testing.assert_close(out.double(), exact, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    small = torch.finfo(torch.float32).smallest_normal  # every score becomes this, its negative or 0
+    out = attn_ext.attention(q, k, v, softcap=small)
+    mean = v.double().mean(1, keepdim=True).expand(out.shape)
+    torch.testing.assert_close(out.double(), mean, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_an_infinite_value_is_seen_whatever_its_weight(backend, dtype):
+    """Its score is so far below the largest that the difference overflows; a weight of 0 times inf is NaN."""
+    q, k, v = torch.zeros(1, 33, 1, 32), torch.zeros(1, 64, 1, 32), torch.randn(1, 64, 1, 32)
+    q[..., 0], k[..., 0], k[0, 5, 0, 0], v[0, 9, 0, 3] = 1e19, -2e19, 2e19, math.inf
+    mask = torch.ones(1, 1, 33, 64, dtype=torch.bool)
+    mask[..., -1] = False
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    for rows in (1, 2, 3, 16, 17, 33):
+        out = attn_ext.attention(q[:, :rows], k, v, scale=1.0, mask=mask[:, :, :rows])
+        assert torch.isnan(out[..., 3]).all() and torch.isfinite(out[..., :3]).all(), rows
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("key", [0, 512])  # alone in its split of keys, or not
+def test_a_score_of_nan_makes_nan(backend, dtype, rows, key):
+    q, k, v = (torch.randn(1, n, 1, 32).to(dtype) for n in (rows, 513, 513))
+    k[0, key] = math.nan
+    out, lse = attn_ext.attention(q, k, v, return_lse=True)
+    assert torch.isnan(out).all() and torch.isnan(lse).all()
+
+
+def test_one_key_has_all_the_weight(backend, dtype):
+    """lse is the score itself, to a rounding of the score."""
+    q, k, v = torch.randn(1, 40, 2, 24).mul(100).to(dtype), torch.randn(1, 1, 2, 24).to(dtype), torch.randn(1, 1, 2, 24)
+    out, lse = attn_ext.attention(q, k, v.to(dtype), scale=1e-20, return_lse=True)
+    torch.testing.assert_close(lse.double(), torch.einsum("bthd,bshd->bht", q.double(), k.double()) * 1e-20,
+                               rtol=1e-4, atol=0)  # fmt: skip
+    assert_same_bits(out, v.to(dtype).expand_as(out))

@@ -154,6 +154,7 @@ BAD = [
         ({"scale": NAN}, "scale"),
         ({"scale": INF}, "scale"),
         ({"softcap": -1.0}, "softcap"),
+        ({"softcap": 1e-39}, "softcap"),
         ({"softcap": NAN}, "softcap"),
         ({"softcap": INF}, "softcap"),
         ({"window": (-2, 0)}, "window"),

@@ -73,6 +73,7 @@ struct Scratch {
   int64_t ld;               // D in whole tiles of sums: rows of a block in out and total
   int64_t depth_tiles;      // D in whole tiles of Q^T and K
 
+  float scale;     // of the problem; here, as it may be subnormal, and FlushSubnormals makes that 0 when it is rounded
   float exponent;  // a weight is 2^(exponent (score - max))
   bool prescale;   // scores are scaled before they are compared: they are transformed, or the scale is not plainly
                    // positive
@@ -145,6 +146,7 @@ void Scratch::load_queries(const AttentionParams& p, const Tile& t) {
     pack_right(kLanes, p.D, row, q + b * depth_tiles * tmm::kBytes);
   }
   constexpr double log2_e = 1.4426950408889634;
+  scale = float(p.scale);
   exponent = float(p.scale * log2_e);
   prescale = p.softcap > 0 || p.alibi_slopes || p.bias || !(exponent > 0x1p-64f && exponent < 0x1p64f);
   if (prescale) exponent = float(log2_e);
@@ -397,7 +399,7 @@ void hide_unseen(const Seen& seen, int64_t first, float* scores) {
 void finish_scores(const AttentionParams& p, const Tile& t, const Scratch& s, int64_t block, int64_t split,
                    int64_t step, bool plain, Seen& seen, float* scores) {
   if (s.prescale)
-    for (int64_t j = 0; j < kStep; ++j) store(scores + j * kLanes, load(scores + j * kLanes) * splat(float(p.scale)));
+    for (int64_t j = 0; j < kStep; ++j) store(scores + j * kLanes, load(scores + j * kLanes) * splat(s.scale));
   if (plain) return;
   if (p.softcap > 0 || p.alibi_slopes || p.bias || p.mask) {
     const int64_t first = split * kSplit + step * kStep;
@@ -454,26 +456,28 @@ Vec<float> take_off_max(const BlockState& state, float exponent, float* scores) 
   return shift;
 }
 
-// 2^(exponent score - shift), with a relative error of 2e-7 (minimax, 2^0 = 1); 0 for a score of -inf, NaN for NaN. The
+// 2^(exponent score - shift), with a relative error of 2e-7 (minimax, exact at both ends of the fraction: the maximum's
+// own power may lie below 0 by a rounding, and its weight is 1 all the same); 0 for a score of -inf, NaN for NaN. The
 // power is split by instructions that know infinity and, within FlushSubnormals, are done with what underflows.
 ATTN_INLINE Vec<float> weight_of(Vec<float> score, Vec<float> exponent, Vec<float> shift) {
   const Vec<float> x = fma(score, exponent, -shift);
   const Vec<float> f = (Vec<float>)_mm512_maskz_reduce_ps(__mmask16(-1), (__m512)x, _MM_FROUND_TO_NEG_INF);
-  Vec<float> q = fma(splat(0.00186713017f), f, splat(0.00901702978f));
-  q = fma(q, f, splat(0.0557999127f));
-  q = fma(q, f, splat(0.240164444f));
-  q = fma(q, f, splat(0.693151295f));
+  Vec<float> q = fma(splat(0.00187931827f), f, splat(0.00899099279f));
+  q = fma(q, f, splat(0.0558186695f));
+  q = fma(q, f, splat(0.240159318f));
+  q = fma(q, f, splat(0.693151712f));
   q = fma(q, f, splat(1.0f));
   return (Vec<float>)_mm512_maskz_scalef_ps(__mmask16(-1), (__m512)q, (__m512)x);
 }
 
-// Vector instructions take subnormal numbers for 0 while it lives, as tiles always do. Else a weight that underflows
-// costs as much as a hundred others.
+// Results of vector instructions that would be subnormal are 0 while it lives, as those of tiles always are. Else a
+// weight that underflows costs as much as a hundred others. Subnormal operands (a scale, a softcap) count as what they
+// are.
 class FlushSubnormals {
  public:
   FlushSubnormals() {
     asm volatile("stmxcsr %0" : "=m"(saved_) : : "memory");
-    set(saved_ | 0x8040);
+    set((saved_ & ~0x0040u) | 0x8000u);
   }
   ~FlushSubnormals() { set(saved_); }
   FlushSubnormals(const FlushSubnormals&) = delete;
@@ -484,8 +488,8 @@ class FlushSubnormals {
   uint32_t saved_;
 };
 
-BlockTotal total_of(const BlockState& state, const AttentionParams& p, const Scratch& s) {
-  const Vec<float> scaled = s.prescale ? state.max : state.max * splat(float(p.scale));
+BlockTotal total_of(const BlockState& state, const Scratch& s) {
+  const Vec<float> scaled = s.prescale ? state.max : state.max * splat(s.scale);
   return {state.max == splat(-kInf) ? state.max : scaled, state.sum};
 }
 
@@ -638,6 +642,8 @@ void attend_few(const AttentionParams& p, const Tile& t, int64_t number, Scratch
     }
 
     finish_scores(p, t, s, 0, number, (first - first_key) / kStep, plain, seen, s.scores);
+    __mmask16 who_sees[kStep];  // before scores are changed for the weights
+    find_who_sees(left_out, s.scores, who_sees);
     if (t.rows <= kGathered)
       weigh_gathered(t.rows, s, sums);
     else
@@ -658,7 +664,7 @@ void attend_few(const AttentionParams& p, const Tile& t, int64_t number, Scratch
     for (int64_t i = 0; i < left_out.count; ++i) {
       const int64_t j = left_out.keys[i];
       for (int64_t r = 0; r < t.rows; ++r) {
-        if (s.scores[j * kLanes + r] == -kInf) continue;
+        if (!(who_sees[i] >> r & 1)) continue;
         bf16 weight;
         memcpy(&weight, s.weights + j / tmm::kDepth * tmm::kBytes + r * tmm::kRowBytes + j % tmm::kDepth * 2, 2);
         for (int64_t d = 0; d < p.D; ++d) {
@@ -680,7 +686,7 @@ void attend_few(const AttentionParams& p, const Tile& t, int64_t number, Scratch
       if (d < s.ld) store(s.out + d * kLanes, square[i]);
     }
   }
-  s.split_state[0] = total_of(state, p, s);
+  s.split_state[0] = total_of(state, s);
 }
 
 // ----------------------------------------------------------------------------------------- a split, many rows
@@ -932,7 +938,7 @@ void attend_pair(Pair& pair, const bool* finite) {
                           pair.out + i * kLanes * s.ld);
   }
   add(end);
-  for (int i = 0; i < 2; ++i) state[i] = total_of(s.blocks[i], p, s);
+  for (int i = 0; i < 2; ++i) state[i] = total_of(s.blocks[i], s);
 }
 
 // In place of the one in attention_tiles.h: tiles have their shapes while a split is worked on.
@@ -962,7 +968,9 @@ void attend_split(const AttentionParams& p, const Tile& t, int64_t number, Scrat
 void merge_split(const Tile& t, const BlockTotal* state, const float* out, Scratch& s) {
   typedef Vec<float> V;
   for (int64_t b = 0; b < blocks_of(t); ++b) {
-    const __mmask16 saw = _mm512_cmp_ps_mask((__m512)state[b].max, _mm512_set1_ps(-kInf), _CMP_NEQ_UQ);
+    // Scores that are all NaN leave no maximum, but a sum of NaN.
+    const __mmask16 saw = _mm512_cmp_ps_mask((__m512)state[b].max, _mm512_set1_ps(-kInf), _CMP_NEQ_UQ) |
+                          _mm512_cmp_ps_mask((__m512)state[b].sum, _mm512_setzero_ps(), _CMP_NEQ_UQ);
     if (!saw) continue;
     BlockTotal& mine = s.total_state[b];
     const V max = vmax(mine.max, state[b].max), base = (max == splat(-kInf)) ? V{} : max;
