@@ -41,16 +41,12 @@ def _by_name(op, args, kwargs):
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _tensors(argument: str, value):
-    """(name, tensor or other value) of an argument, or of each entry of a list: decoder_layers is the op with lists."""
-    if not isinstance(value, list | tuple):
-        yield argument, value
-    elif argument == "weights":
-        for i, entry in enumerate(value):
-            yield f"{LAYER_WEIGHTS[i % len(LAYER_WEIGHTS)]} of layer {i // len(LAYER_WEIGHTS)}", entry
-    else:
-        for i, entry in enumerate(value):
-            yield f"{argument}[{i}]", entry
+def _entry_name(argument: str, i: int) -> str:
+    """Of an entry of a list, as errors call it: decoder_layers is the op with lists."""
+    if argument != "weights":
+        return f"{argument}[{i}]"
+    layer, weight = divmod(i, len(LAYER_WEIGHTS))
+    return f"{LAYER_WEIGHTS[weight]} of layer {layer}"
 
 
 def _is_differentiated(value) -> bool:
@@ -65,15 +61,21 @@ def _is_differentiated(value) -> bool:
 def _register_autograd(name: str, op) -> None:
     below, redispatch = torch._C._AutoDispatchBelowAutograd, op.redispatch
 
+    def refuse(argument):
+        raise RuntimeError(
+            f"{name}: {argument} must not require grad (gradients are not implemented; call under "
+            "torch.no_grad()), got a tensor that does"
+        )
+
     def kernel(keyset, *args, **kwargs):
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             for argument, value in _by_name(op, args, kwargs).items():
-                for entry, tensor in _tensors(argument, value):
-                    if _is_differentiated(tensor):
-                        raise RuntimeError(
-                            f"{name}: {entry} must not require grad (gradients are not implemented; call under "
-                            "torch.no_grad()), got a tensor that does"
-                        )
+                if _is_differentiated(value):
+                    refuse(argument)
+                if isinstance(value, list | tuple):
+                    for i, entry in enumerate(value):
+                        if _is_differentiated(entry):
+                            refuse(_entry_name(argument, i))
         with below():
             return redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 

@@ -271,7 +271,8 @@ class GPT(packing.PackableModel):
         """
         c = self.config
         for block in self.transformer.h:
-            _refuse_dropout(block.mlp, block.mlp.dropout)
+            mlp = block._modules["mlp"]
+            _refuse_dropout(mlp, mlp.dropout)
         with torch.inference_mode():  # the logits come from outside: they are ordinary tensors
             x = packing.embed(self.transformer.wte, batch.tokens) + self.transformer.wpe(batch.positions)
             x = ops.decoder_layers(

@@ -747,13 +747,13 @@ def decoder_layers(
 @_fake("decoder_layers")
 def _(x, weights, key_caches, value_caches, slot_mapping, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, *, n_heads,
       n_kv_heads, norm, eps, activation, window_left=-1, rope_cos=None, rope_sin=None, positions=None):  # fmt: skip
-    op, n = "decoder_layers", len(key_caches)
+    op, n, size = "decoder_layers", len(key_caches), len(_registration.LAYER_WEIGHTS)
     _must(n > 0, op, "key_caches", "hold a cache for each layer, and there be one", "no layer")
     _must(len(value_caches) == n, op, "value_caches", f"be as many as key_caches ({n})", len(value_caches))
-    _must(len(weights) == 14 * n, op, "weights", f"be 14 for each of key_caches ({14 * n})", len(weights))
+    _must(len(weights) == size * n, op, "weights", f"be {size} for each of key_caches ({size * n})", len(weights))
     shared = (slot_mapping, block_table, seq_lens, cu_seqlens_q, rope_cos, rope_sin, positions)
     for i, (key_cache, value_cache) in enumerate(zip(key_caches, value_caches, strict=True)):
-        layer = weights[14 * i : 14 * i + 14]
+        layer = weights[size * i : size * (i + 1)]
         for name, weight in zip(_registration.LAYER_WEIGHTS, layer, strict=True):
             optional = name == "gate" or name.endswith("_bias")
             _must(optional or weight is not None, op, f"{name} of layer {i}", "have a weight", "none")

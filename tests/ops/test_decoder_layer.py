@@ -186,6 +186,15 @@ def test_layers_in_every_mode(mode, dtype):
     assert all(s._version > version for s, version in zip(storage, versions, strict=True))
 
 
+def test_layers_without_rows(dtype):
+    tensors, options = problem_of_layers("gpt", dtype)
+    x, key_caches, value_caches, slots, table, lens, cu = tensors
+    before = copied(tensors)
+    out = attn_ext.decoder_layers(x[:0], key_caches, value_caches, slots[:0], table[:0], lens[:0], cu[:1], **options)
+    assert out.shape == (0, C)
+    assert_same_caches(tensors, before)
+
+
 def test_layers_hold_on_to_nothing():
     tensors, options = problem_of_layers("gpt", torch.float32)
     held = tensors[0], tensors[1][1], *options["layers"][1]["up"]
@@ -213,7 +222,7 @@ def test_a_wrong_argument_of_a_later_layer_is_refused_before_the_first_writes(wr
     arguments = dict(zip(LAYERS_NAMES, tensors, strict=True)) | options
     arguments |= {name: value for name, value in wrong.items() if name not in LAYER}
     before = copied(tensors)
-    of_layer = " of layer 2" if own and wrong.keys() <= set(LAYER) else ""
+    of_layer = " of layer 2" if wrong.keys() <= set(LAYER) else ""
     with pytest.raises(RuntimeError, match=f"^decoder_layers: ({argument}).*{of_layer} must .*, got "):
         attn_ext.decoder_layers(**arguments)
     assert_same_caches(tensors, before)
