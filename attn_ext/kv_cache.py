@@ -184,6 +184,10 @@ class PagedKVCache:
         """The values of one layer: a view (num_blocks, block_size, Hkv, D) of the storage."""
         return self._views[layer][1]
 
+    def layers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The keys of all layers, and the values, as `decoder_layers` takes them."""
+        return [keys for keys, _ in self._views], [values for _, values in self._views]
+
     # ------------------------------------------------------------------------------------------------ sequences
 
     def _get(self, method: str, sequence: int) -> _Sequence:

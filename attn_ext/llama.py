@@ -217,17 +217,15 @@ class Block(nn.Module):
         x = self.attn(self.norm_1(x), rope, residual=x)
         return self.mlp(self.norm_2(x), residual=x)
 
-    def forward_paged(self, x, rope, layer: int, batch: StepBatch, cache: PagedKVCache) -> Tensor:
-        """The same over a paged cache; x (total, C): the new K and V go into the cache first."""
-        norm_1, attn, norm_2, mlp = (self._modules[name] for name in ("norm_1", "attn", "norm_2", "mlp"))
-        part = {name: packing.affine(m) for name, m in (*attn._modules.items(), *mlp._modules.items())}
-        return ops.decoder_layer(
-            x, cache.key_cache(layer), cache.value_cache(layer), batch.slot_mapping, batch.block_table, batch.seq_lens,
-            batch.cu_seqlens_q, norm_1=packing.affine(norm_1), qkv=part["wqkv"], out=part["wo"],
-            norm_2=packing.affine(norm_2), gate=part["gate"], up=part["up"], down=part["down"], n_heads=attn.n_heads,
-            n_kv_heads=attn.n_kv_heads, norm="rms_norm", eps=norm_1.eps, activation="silu",
-            window_left=-1 if attn.window is None else attn.window[0], rope=rope, max_seqlen_q=batch.max_seqlen_q,
-        )  # fmt: skip
+    def weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """As `decoder_layers` takes them."""
+        own, affine = self._modules, packing.affine
+        attn, mlp = own["attn"]._modules, own["mlp"]._modules
+        return {
+            "norm_1": affine(own["norm_1"]), "qkv": affine(attn["wqkv"]), "out": affine(attn["wo"]),
+            "norm_2": affine(own["norm_2"]), "gate": affine(mlp["gate"]), "up": affine(mlp["up"]),
+            "down": affine(mlp["down"]),
+        }  # fmt: skip
 
 
 class Llama(packing.PackableModel):
@@ -302,6 +300,12 @@ class Llama(packing.PackableModel):
         with torch.inference_mode():  # the logits come from outside: they are ordinary tensors
             rope = self.rope(batch.positions)
             x = packing.embed(self.embed, batch.tokens)
-            for layer, block in enumerate(self.layers):
-                x = block.forward_paged(x, rope, layer, batch, cache)
+            c = self.config
+            x = ops.decoder_layers(
+                x, *cache.layers(), batch.slot_mapping, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
+                layers=[block.weights() for block in self.layers], n_heads=c.n_heads, n_kv_heads=c.n_kv_heads,
+                norm="rms_norm", eps=c.norm_eps, activation="silu",
+                window_left=-1 if c.sliding_window is None else c.sliding_window - 1, rope=rope,
+                max_seqlen_q=batch.max_seqlen_q,
+            )  # fmt: skip
         return packing.head(self.lm_head, self.norm(x[batch.logit_rows])).float()

@@ -177,17 +177,14 @@ class Block(nn.Module):
         x = self.attn(self.ln_1(x), residual=x)
         return self.mlp(self.ln_2(x), residual=x)
 
-    def forward_paged(self, x: Tensor, layer: int, batch: StepBatch, cache: PagedKVCache) -> Tensor:
-        """The same over a paged cache; x (total, C): the new K and V go into the cache first."""
-        ln_1, attn, ln_2, mlp = (self._modules[name] for name in ("ln_1", "attn", "ln_2", "mlp"))
-        _refuse_dropout(mlp, mlp.dropout)
-        return ops.decoder_layer(
-            x, cache.key_cache(layer), cache.value_cache(layer), batch.slot_mapping, batch.block_table, batch.seq_lens,
-            batch.cu_seqlens_q, norm_1=packing.affine(ln_1), qkv=packing.affine(attn._modules["c_attn"]),
-            out=packing.affine(attn._modules["c_proj"]), norm_2=packing.affine(ln_2),
-            up=packing.affine(mlp._modules["c_fc"]), down=packing.affine(mlp._modules["c_proj"]), n_heads=attn.n_head,
-            eps=ln_1.eps, activation=mlp.activation, max_seqlen_q=batch.max_seqlen_q,
-        )  # fmt: skip
+    def weights(self) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """As `decoder_layers` takes them."""
+        own, affine = self._modules, packing.affine
+        attn, mlp = own["attn"]._modules, own["mlp"]._modules
+        return {
+            "norm_1": affine(own["ln_1"]), "qkv": affine(attn["c_attn"]), "out": affine(attn["c_proj"]),
+            "norm_2": affine(own["ln_2"]), "up": affine(mlp["c_fc"]), "down": affine(mlp["c_proj"]),
+        }  # fmt: skip
 
 
 class GPT(packing.PackableModel):
@@ -272,10 +269,17 @@ class GPT(packing.PackableModel):
         Writes the K and V of the step's tokens into their slots. Inference only. Positions must be below
         `max_seq_len`; torch's embedding raises IndexError where they are not.
         """
+        c = self.config
+        for block in self.transformer.h:
+            mlp = block._modules["mlp"]
+            _refuse_dropout(mlp, mlp.dropout)
         with torch.inference_mode():  # the logits come from outside: they are ordinary tensors
             x = packing.embed(self.transformer.wte, batch.tokens) + self.transformer.wpe(batch.positions)
-            for layer, block in enumerate(self.transformer.h):
-                x = block.forward_paged(x, layer, batch, cache)
+            x = ops.decoder_layers(
+                x, *cache.layers(), batch.slot_mapping, batch.block_table, batch.seq_lens, batch.cu_seqlens_q,
+                layers=[block.weights() for block in self.transformer.h], n_heads=c.n_head, eps=c.layer_norm_eps,
+                activation=c.activation, max_seqlen_q=batch.max_seqlen_q,
+            )  # fmt: skip
         x = self.transformer.ln_f(x[batch.logit_rows])
         return packing.head(self.lm_head, x).float()
 

@@ -16,6 +16,7 @@ that is shorter makes the op read the lengths after all. Slots and copy destinat
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ __all__ = [
     "attention_varlen",
     "copy_blocks",
     "decoder_layer",
+    "decoder_layers",
     "layer_norm",
     "linear",
     "masked_softmax",
@@ -65,6 +67,7 @@ _attention = _quick(_ops.attention.default)
 _attention_varlen = _quick(_ops.attention_varlen.default)
 _copy_blocks = _quick(_ops.copy_blocks.default)
 _decoder_layer = _quick(_ops.decoder_layer.default)
+_decoder_layers = _quick(_ops.decoder_layers.default)
 _layer_norm = _quick(_ops.layer_norm.default)
 _linear = _quick(_ops.linear.default)
 _masked_softmax = _quick(_ops.masked_softmax.default)
@@ -611,7 +614,7 @@ def _(out_a, lse_a, out_b, lse_b):
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
-# ------------------------------------------------------------------------------------------- a layer as one op
+# ------------------------------------------------------------------------------------------- layers as one op
 
 
 def decoder_layer(
@@ -666,7 +669,16 @@ def decoder_layer(
 def _(x, norm_1, norm_1_bias, qkv, qkv_bias, out, out_bias, norm_2, norm_2_bias, gate, gate_bias, up, up_bias, down,
       down_bias, key_cache, value_cache, slot_mapping, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, *, n_heads,
       n_kv_heads, norm, eps, activation, window_left=-1, rope_cos=None, rope_sin=None, positions=None):  # fmt: skip
-    op = "decoder_layer"
+    shared = (slot_mapping, block_table, seq_lens, cu_seqlens_q, rope_cos, rope_sin, positions)
+    weights = (norm_1, norm_1_bias, qkv, qkv_bias, out, out_bias, norm_2, norm_2_bias, gate, gate_bias, up, up_bias,
+               down, down_bias)  # fmt: skip
+    return _fake_layer("decoder_layer", x, weights, key_cache, value_cache, shared, n_heads, n_kv_heads, eps)
+
+
+def _fake_layer(op, x, weights, key_cache, value_cache, shared, n_heads, n_kv_heads, eps):
+    (norm_1, norm_1_bias, qkv, qkv_bias, out, out_bias, norm_2, norm_2_bias, gate, gate_bias, up, up_bias, down,
+     down_bias) = weights  # fmt: skip
+    slot_mapping, block_table, seq_lens, cu_seqlens_q, rope_cos, rope_sin, positions = shared
     _must(gate is not None or gate_bias is None, op, "gate", "have a weight where it has a bias", "none")
     _must(x.dim() == 2, op, "x", "have shape (total, C)", tuple(x.shape))
     _must_share_device(op, x=x, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping,
@@ -682,6 +694,71 @@ def _(x, norm_1, norm_1_bias, qkv, qkv_bias, out, out_bias, norm_2, norm_2_bias,
     _must_be_product(op, x.new_empty(len(x), n_heads * key_cache.shape[-1]), out, out_bias)
     _must_be_product(op, x.new_empty(len(x), inner), down, down_bias)
     return x.new_empty(x.shape)
+
+
+def _weights(*, norm_1, qkv, out, norm_2, up, down, gate=(None, None)):
+    """A layer's weights as the op takes them."""
+    return (*norm_1, *qkv, *out, *norm_2, *gate, *up, *down)
+
+
+def decoder_layers(
+    x: Tensor, key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], slot_mapping: Tensor, block_table: Tensor,
+    seq_lens: Tensor, cu_seqlens_q: Tensor, *, layers: Iterable[Mapping[str, tuple]], n_heads: int,
+    n_kv_heads: int | None = None, norm: str = "layer_norm", eps: float = 1e-5, activation: str = "gelu",
+    window_left: int = -1, rope: tuple[Tensor, Tensor, Tensor] | None = None, max_seqlen_q: int | None = None,
+) -> Tensor:  # fmt: skip
+    """`decoder_layer` for each of the layers in turn: what a model does between embedding and head, as one call.
+
+    To the bit what a call a layer gives. All layers are checked before the first one writes to its caches; an error
+    says which layer's argument it is about.
+
+    Args:
+        x: (total, C), what the first layer starts from; each of the others starts from the result of the one before.
+        key_caches, value_caches: one each a layer, all of one shape.
+        layers: for each layer a dict of its (weight, bias or None): norm_1, qkv, out, norm_2, up, down and, where it
+            has one, gate, as in `decoder_layer`.
+        The other arguments: as in `decoder_layer`, the same for all layers.
+    Returns:
+        (total, C), contiguous.
+
+    >>> import torch, attn_ext
+    >>> k_caches, v_caches = torch.zeros(2, 3, 1, 4, 2, 8)  # 3 layers, each with a block of 4 slots
+    >>> lens, cu = torch.tensor([3], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    >>> table, slots = torch.zeros(1, 1, dtype=torch.int32), torch.arange(3)
+    >>> shapes = {"qkv": (48, 16), "out": (16, 16), "up": (64, 16), "down": (16, 64)}
+    >>> ones = {"norm_1": (torch.ones(16), None), "norm_2": (torch.ones(16), None)}
+    >>> layers = [ones | {name: (torch.randn(shape), None) for name, shape in shapes.items()} for _ in range(3)]
+    >>> x, step = torch.randn(3, 16), (slots, table, lens, cu)
+    >>> y = attn_ext.decoder_layers(x, list(k_caches), list(v_caches), *step, layers=layers, n_heads=2)
+    >>> for layer, k_cache, v_cache in zip(layers, k_caches, v_caches):
+    ...     x = attn_ext.decoder_layer(x, k_cache, v_cache, *step, **layer, n_heads=2)
+    >>> torch.equal(y, x)
+    True
+    """
+    cos, sin, positions = (None, None, None) if rope is None else rope
+    return _decoder_layers(
+        x, [t for layer in layers for t in _weights(**layer)], key_caches, value_caches, slot_mapping, block_table,
+        seq_lens, cu_seqlens_q, max_seqlen_q, n_heads=n_heads, n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
+        norm=norm, eps=eps, activation=activation, window_left=window_left, rope_cos=cos, rope_sin=sin,
+        positions=positions,
+    )  # fmt: skip
+
+
+@_fake("decoder_layers")
+def _(x, weights, key_caches, value_caches, slot_mapping, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, *, n_heads,
+      n_kv_heads, norm, eps, activation, window_left=-1, rope_cos=None, rope_sin=None, positions=None):  # fmt: skip
+    op, n, size = "decoder_layers", len(key_caches), len(_registration.LAYER_WEIGHTS)
+    _must(n > 0, op, "key_caches", "hold a cache for each layer, and there be one", "no layer")
+    _must(len(value_caches) == n, op, "value_caches", f"be as many as key_caches ({n})", len(value_caches))
+    _must(len(weights) == size * n, op, "weights", f"be {size} for each of key_caches ({size * n})", len(weights))
+    shared = (slot_mapping, block_table, seq_lens, cu_seqlens_q, rope_cos, rope_sin, positions)
+    for i, (key_cache, value_cache) in enumerate(zip(key_caches, value_caches, strict=True)):
+        layer = weights[size * i : size * (i + 1)]
+        for name, weight in zip(_registration.LAYER_WEIGHTS, layer, strict=True):
+            optional = name == "gate" or name.endswith("_bias")
+            _must(optional or weight is not None, op, f"{name} of layer {i}", "have a weight", "none")
+        x = _fake_layer(op, x, layer, key_cache, value_cache, shared, n_heads, n_kv_heads, eps)
+    return x
 
 
 # ------------------------------------------------------------------------------------------------ the cache

@@ -21,6 +21,7 @@ __all__ = [
     "attention_weights",
     "copy_blocks",
     "decoder_layer",
+    "decoder_layers",
     "layer_norm",
     "linear",
     "masked_softmax",
@@ -459,6 +460,25 @@ def decoder_layer(
     else:
         h = linear(y, *up, multiply=linear(y, *gate, activation=activation))
     return linear(h, *down, residual=x)
+
+
+def decoder_layers(x, key_caches, value_caches, *step, layers, **options):
+    """`decoder_layer` for each of the layers, from the result of the one before.
+
+    >>> import torch
+    >>> from attn_ext import reference
+    >>> eye, ones, caches = (torch.eye(2), None), (torch.ones(2), None), list(torch.zeros(4, 1, 1, 1, 2))
+    >>> ints = [torch.tensor(values, dtype=torch.int32) for values in ([[0]], [1], [0, 1])]
+    >>> layer = dict(norm_1=ones, qkv=(torch.eye(2).repeat(3, 1), None), out=eye, norm_2=ones, up=eye, down=eye)
+    >>> reference.decoder_layers(
+    ...     torch.tensor([[1.0, -1.0]]), caches[:2], caches[2:], torch.tensor([0]), *ints, layers=[layer, layer],
+    ...     n_heads=1, activation="silu",
+    ... ).round(decimals=2)
+    tensor([[ 4.4600, -3.5400]])
+    """
+    for layer, key_cache, value_cache in zip(layers, key_caches, value_caches, strict=True):
+        x = decoder_layer(x, key_cache, value_cache, *step, **layer, **options)
+    return x
 
 
 def append_kv(key, value, key_cache, value_cache, slot_mapping):

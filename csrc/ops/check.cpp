@@ -146,7 +146,8 @@ void Checker::finite(double value, const char* name, ScalarType dtype) const {
 }
 
 void Checker::fail(const std::string& argument, const std::string& rule, const std::string& got) const {
-  throw std::runtime_error(std::string(op) + ": " + argument + " must " + rule + ", got " + got);
+  const std::string of_layer = layer < 0 ? "" : " of layer " + std::to_string(layer);
+  throw std::runtime_error(std::string(op) + ": " + argument + of_layer + " must " + rule + ", got " + got);
 }
 
 void Checker::rank(const Tensor& t, const char* name, int64_t rank, const char* layout) const {

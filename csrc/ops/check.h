@@ -1,6 +1,6 @@
 // Argument checks, shared by every op and device. A failed check throws one line before anything is written:
 //
-//     <op>: <argument> must <rule>, got <what it got>
+//     <op>: <argument>[ of layer <i>] must <rule>, got <what it got>
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -76,6 +76,7 @@ struct Indices {
 // Checks the arguments of one op.
 struct Checker {
   const char* op;
+  int64_t layer = -1;  // which the arguments belong to, in ops that take several
 
   [[noreturn]] void fail(const std::string& argument, const std::string& rule, const std::string& got) const;
 

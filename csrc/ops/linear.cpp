@@ -150,8 +150,10 @@ Tensor qkv_projection(Tensor x, Tensor weight, OptionalTensor bias, int64_t n_he
 Tensor qkv_projection_to_cache(Tensor x, Tensor weight, OptionalTensor bias, Tensor key_cache, Tensor value_cache,
                                Tensor slot_mapping, int64_t n_heads, int64_t n_kv_heads, OptionalTensor rope_cos,
                                OptionalTensor rope_sin, OptionalTensor positions) {
-  return project_to_cache({"qkv_projection_to_cache"}, x, weight, bias, key_cache, value_cache, slot_mapping, n_heads,
-                          n_kv_heads, rope_cos, rope_sin, positions, std::nullopt);
+  const Tensor q = project_to_cache({"qkv_projection_to_cache"}, x, weight, bias, key_cache, value_cache, slot_mapping,
+                                    n_heads, n_kv_heads, rope_cos, rope_sin, positions, std::nullopt);
+  mark_written(key_cache, value_cache);
+  return q;
 }
 
 Tensor project_to_cache(const Checker& c, Tensor x, Tensor weight, OptionalTensor bias, Tensor key_cache,
@@ -167,7 +169,7 @@ Tensor project_to_cache(const Checker& c, Tensor x, Tensor weight, OptionalTenso
                  {"rope_sin", given(rope_sin)},
                  {"positions", given(positions)}});
   Product product(c, x, weight, bias);
-  c.caches(key_cache, value_cache, Checker::Caches::written);
+  if (!into) c.caches(key_cache, value_cache, Checker::Caches::written);
   c.same_dtype({{"x", &x}, {"key_cache", &key_cache}, {"value_cache", &value_cache}});
   ATTN_EXT_CHECK(c, key_cache.size(2) == n_kv_heads && key_cache.size(3) == D, "key_cache",
                  "have n_kv_heads " + std::to_string(n_kv_heads) + " and head_dim " + std::to_string(D),
@@ -225,7 +227,6 @@ Tensor project_to_cache(const Checker& c, Tensor x, Tensor weight, OptionalTenso
   }
   p.num_blocks = key_cache.size(0);
   if (p.gemm.M > 0) run(c.op, x, p);
-  mark_written(key_cache, value_cache);
   return q;
 }
 

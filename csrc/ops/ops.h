@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "ops/check.h"
 
@@ -45,6 +46,12 @@ Tensor decoder_layer(Tensor x, Tensor norm_1, OptionalTensor norm_1_bias, Tensor
                      int64_t n_heads, int64_t n_kv_heads, std::string norm, double eps, std::string activation,
                      int64_t window_left, OptionalTensor rope_cos, OptionalTensor rope_sin, OptionalTensor positions);
 
+Tensor decoder_layers(Tensor x, std::vector<OptionalTensor> weights, std::vector<Tensor> key_caches,
+                      std::vector<Tensor> value_caches, Tensor slot_mapping, Tensor block_table, Tensor seq_lens,
+                      Tensor cu_seqlens_q, std::optional<int64_t> max_seqlen_q, int64_t n_heads, int64_t n_kv_heads,
+                      std::string norm, double eps, std::string activation, int64_t window_left,
+                      OptionalTensor rope_cos, OptionalTensor rope_sin, OptionalTensor positions);
+
 // ------------------------------------------------------------------ what decoder_layer needs of the other ops
 
 // Throws unless rows (..., K) of the device and dtype of x can be multiplied by this weight, packed or not -> its N,
@@ -53,7 +60,8 @@ int64_t check_product(const Checker& c, const Tensor& x, int64_t K, const char* 
                       const OptionalTensor& bias, std::optional<int64_t> N);
 Activation activation_of(const Checker& c, const std::optional<std::string>& name);
 
-// qkv_projection_to_cache with the queries written to `into` (..., n_heads, D), contiguous.
+// qkv_projection_to_cache but for mark_written. With `into` (..., n_heads, D), contiguous, the queries are written
+// there, and the caches are already checked (Checker::caches).
 Tensor project_to_cache(const Checker& c, Tensor x, Tensor weight, OptionalTensor bias, Tensor key_cache,
                         Tensor value_cache, Tensor slot_mapping, int64_t n_heads, int64_t n_kv_heads,
                         OptionalTensor rope_cos, OptionalTensor rope_sin, OptionalTensor positions,

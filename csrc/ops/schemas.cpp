@@ -39,6 +39,11 @@ STABLE_TORCH_LIBRARY(attn_ext, m) {
       "Tensor slot_mapping, Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q, SymInt? max_seqlen_q, *, "
       "int n_heads, int n_kv_heads, str norm, float eps, str activation, int window_left=-1, "
       "Tensor? rope_cos=None, Tensor? rope_sin=None, Tensor? positions=None) -> Tensor");
+  m.def(
+      "decoder_layers(Tensor x, Tensor?[] weights, Tensor(a!)[] key_caches, Tensor(b!)[] value_caches, "
+      "Tensor slot_mapping, Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q, SymInt? max_seqlen_q, *, "
+      "int n_heads, int n_kv_heads, str norm, float eps, str activation, int window_left=-1, "
+      "Tensor? rope_cos=None, Tensor? rope_sin=None, Tensor? positions=None) -> Tensor");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
   m.def("append_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()");
   m.def("copy_blocks(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_pairs) -> ()");
@@ -58,6 +63,7 @@ static void implement(Library& m) {
   m.impl("attention_varlen", TORCH_BOX(&ops::attention_varlen));
   m.impl("paged_attention", TORCH_BOX(&ops::paged_attention));
   m.impl("decoder_layer", TORCH_BOX(&ops::decoder_layer));
+  m.impl("decoder_layers", TORCH_BOX(&ops::decoder_layers));
   m.impl("merge_attention", TORCH_BOX(&ops::merge_attention));
   m.impl("append_kv", TORCH_BOX(&ops::append_kv));
   m.impl("copy_blocks", TORCH_BOX(&ops::copy_blocks));

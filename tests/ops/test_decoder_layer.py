@@ -1,4 +1,4 @@
-"""decoder_layer: to the bit what the separate ops give, as accurate as torch, and nothing written by a wrong call."""
+"""decoder_layer and decoder_layers: to the bit what the separate ops give, nothing written by a wrong call."""
 
 import pytest
 import torch
@@ -129,3 +129,175 @@ def test_a_wrong_argument_is_refused_before_anything_is_written(wrong, argument)
         attn_ext.decoder_layer(**arguments)
     for cache, kept in zip(tensors[1:3], before, strict=True):
         assert_same_bits(cache, kept)
+
+
+# --------------------------------------------------------------------------------------------- all layers in one call
+
+LAYER = ("norm_1", "qkv", "out", "norm_2", "gate", "up", "down")  # what is a layer's own
+
+
+def problem_of_layers(kind, dtype, n=3, packed=()):
+    """Arguments of decoder_layers; the weights of the layers in `packed` are packed."""
+    made = [problem(kind, dtype, i in packed) for i in range(n)]
+    tensors, options = made[0]
+    caches = [[tensors[which] for tensors, _ in made] for which in (1, 2)]
+    layers = [{name: options[name] for name in LAYER if name in options} for _, options in made]
+    shared = {name: value for name, value in options.items() if name not in LAYER}
+    return (tensors[0], *caches, *tensors[3:]), {"layers": layers, **shared}
+
+
+def layer_by_layer(x, key_caches, value_caches, *step, layers, **options):
+    for layer, key_cache, value_cache in zip(layers, key_caches, value_caches, strict=True):
+        x = attn_ext.decoder_layer(x, key_cache, value_cache, *step, **layer, **options)
+    return x
+
+
+def copied(arguments):
+    return [[t.clone() for t in a] if isinstance(a, list) else a.clone() for a in arguments]
+
+
+def assert_same_caches(ours, theirs):
+    for name, a, b in zip(("key_cache", "value_cache"), ours[1:3], theirs[1:3], strict=True):
+        for i, (cache, other) in enumerate(zip(a, b, strict=True)):
+            assert_same_bits(cache, other, f"{name} of layer {i}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_a_call_each_to_the_bit(kind, dtype):
+    tensors, options = problem_of_layers(kind, dtype, packed=[1])
+    others = copied(tensors)
+    out = attn_ext.decoder_layers(*tensors, **options)
+    assert out.is_contiguous()
+    assert_same_bits(out, layer_by_layer(*others, **options))
+    assert_same_caches(tensors, others)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_layers_in_every_mode(mode, dtype):
+    """Also with caches that are parts of one tensor, as PagedKVCache has them, and versions that count the writes."""
+    tensors, options = problem_of_layers("llama", dtype)
+    others = copied(tensors)
+    storage = [torch.stack(caches) for caches in tensors[1:3]]
+    versions = [s._version for s in storage]
+    with mode():
+        out = attn_ext.decoder_layers(tensors[0], *(list(s) for s in storage), *tensors[3:], **options)
+    assert_same_bits(out, layer_by_layer(*others, **options))
+    assert_same_caches([None, *storage], others)
+    assert all(s._version > version for s, version in zip(storage, versions, strict=True))
+
+
+def test_layers_without_rows(dtype):
+    tensors, options = problem_of_layers("gpt", dtype)
+    x, key_caches, value_caches, slots, table, lens, cu = tensors
+    before = copied(tensors)
+    out = attn_ext.decoder_layers(x[:0], key_caches, value_caches, slots[:0], table[:0], lens[:0], cu[:1], **options)
+    assert out.shape == (0, C)
+    assert_same_caches(tensors, before)
+
+
+def test_layers_hold_on_to_nothing():
+    tensors, options = problem_of_layers("gpt", torch.float32)
+    held = tensors[0], tensors[1][1], *options["layers"][1]["up"]
+
+    def uses():
+        return [torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in held]
+
+    before = uses()
+    attn_ext.decoder_layers(*tensors, **options)
+    with pytest.raises(RuntimeError, match="eps"):
+        attn_ext.decoder_layers(*tensors, **options | {"eps": -1.0})
+    assert uses() == before
+
+
+LAYERS_NAMES = ("x", "key_caches", "value_caches", *NAMES[3:])
+
+
+@pytest.mark.parametrize(("wrong", "argument"), BAD, ids=[f"{i}-{argument}" for i, (_, argument) in enumerate(BAD)])
+def test_a_wrong_argument_of_a_later_layer_is_refused_before_the_first_writes(wrong, argument):
+    tensors, options = problem_of_layers("gpt", torch.float32)
+    for layer in options["layers"]:
+        layer["gate"] = (randn(INNER, C), None)
+    own = {name: value for name, value in wrong.items() if name in LAYER}
+    options["layers"][2] |= own
+    arguments = dict(zip(LAYERS_NAMES, tensors, strict=True)) | options
+    arguments |= {name: value for name, value in wrong.items() if name not in LAYER}
+    before = copied(tensors)
+    of_layer = " of layer 2" if wrong.keys() <= set(LAYER) else ""
+    with pytest.raises(RuntimeError, match=f"^decoder_layers: ({argument}).*{of_layer} must .*, got "):
+        attn_ext.decoder_layers(**arguments)
+    assert_same_caches(tensors, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda t, _: t.update(key_caches=[], value_caches=[], layers=[]), "key_caches must .*, got no layer"),
+        (lambda t, _: t["value_caches"].pop(), r"value_caches must be as many as key_caches \(3\), got 2"),
+        (lambda t, _: t["layers"].pop(), r"weights must be 14 for each of key_caches \(42\), got 28"),
+        (lambda t, _: t["layers"][2].update(qkv=(None, None)), "qkv of layer 2 must have a weight, got none"),
+        (
+            lambda t, each: each(t, 1, lambda cache: cache[1:]),
+            "key_cache of layer 1 must have the shape of that of layer 0",
+        ),
+        (
+            lambda t, each: each(t, 1, lambda cache: cache.half()),
+            "x, key_cache and value_cache of layer 1 must have the same",
+        ),
+        (
+            lambda t, each: each(t, 2, lambda cache: cache[:1].expand(10, 4, HKV, D)),
+            "key_cache of layer 2 must not overlap",
+        ),
+        (lambda t, _: t["value_caches"].__setitem__(1, t["key_caches"][1]), "value_cache of layer 1 must not overlap"),
+    ],
+)
+def test_wrong_lists_are_refused(change, error):
+    tensors, options = problem_of_layers("llama", torch.float32)
+    arguments = dict(zip(LAYERS_NAMES, tensors, strict=True)) | options
+    before, kept = copied(tensors), [list(a) if isinstance(a, list) else a for a in tensors]
+
+    def change_caches(arguments, layer, function):
+        for name in ("key_caches", "value_caches"):
+            arguments[name] = [function(c) if i == layer else c for i, c in enumerate(arguments[name])]
+
+    change(arguments, change_caches)
+    with pytest.raises(RuntimeError, match=f"^decoder_layers: {error}"):
+        attn_ext.decoder_layers(**arguments)
+    assert_same_caches(kept, before)
+
+
+@pytest.mark.parametrize(
+    ("choose", "name"),
+    [
+        (lambda tensors, options: tensors[0], "x"),
+        (lambda tensors, options: tensors[2][1], r"value_caches\[1\]"),
+        (lambda tensors, options: options["layers"][2]["down"][1], "down_bias of layer 2"),
+    ],
+)
+def test_gradients_of_a_listed_argument_are_refused(choose, name):
+    tensors, options = problem_of_layers("gpt", torch.float32)
+    choose(tensors, options).requires_grad_()
+    with pytest.raises(RuntimeError, match=f"^decoder_layers: {name} must not require grad"):
+        attn_ext.decoder_layers(*tensors, **options)
+    with torch.no_grad():
+        attn_ext.decoder_layers(*tensors, **options)
+
+
+@pytest.mark.parametrize("packed", [(), (1,)], ids=["plain", "packed"])
+def test_autocast_casts_what_is_listed(packed):
+    tensors, options = problem_of_layers("gpt", torch.float32, packed=packed)
+    tensors = (tensors[0], *([c.bfloat16() for c in caches] for caches in tensors[1:3]), *tensors[3:])
+    others = copied(tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attn_ext.decoder_layers(*tensors, **options)
+        assert out.dtype == torch.bfloat16
+        assert_same_bits(out, layer_by_layer(*others, **options))
+    assert_same_caches(tensors, others)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_compiled_layers(compiler):
+    tensors, options = problem_of_layers("llama", torch.float32)
+    others = copied(tensors)
+    compiled = torch.compile(attn_ext.decoder_layers, fullgraph=True, backend=compiler)
+    assert_same_bits(compiled(*tensors, **options), attn_ext.decoder_layers(*others, **options))
+    assert_same_caches(tensors, others)

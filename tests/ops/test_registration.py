@@ -12,8 +12,9 @@ import attn_ext
 INT32 = torch.int32
 OPS = torch.ops.attn_ext
 NAMES = [
-    "append_kv", "attention", "attention_varlen", "copy_blocks", "decoder_layer", "layer_norm", "linear",
-    "masked_softmax", "merge_attention", "paged_attention", "qkv_projection", "qkv_projection_to_cache", "rms_norm",
+    "append_kv", "attention", "attention_varlen", "copy_blocks", "decoder_layer", "decoder_layers", "layer_norm",
+    "linear", "masked_softmax", "merge_attention", "paged_attention", "qkv_projection", "qkv_projection_to_cache",
+    "rms_norm",
 ]  # fmt: skip
 
 
@@ -56,9 +57,13 @@ def _inputs() -> list[tuple[str, tuple, dict]]:
     rope = {"rope_cos": randn(7, 4), "rope_sin": randn(7, 4), "positions": torch.tensor([0, 6, 2])}
     q = randn(2, 3, 4, 8)
     lse = randn(2, 4, 3)
-    layer = x[0, :3], randn(16), None, weight, None, randn(16, 32), None, randn(16), None
-    step = *caches, slots, table, lens, ints(0, 2, 3), 2
+    layer = randn(16), None, weight, None, randn(16, 32), None, randn(16), None
+    step = slots, table, lens, ints(0, 2, 3), 2
+    plain = *layer, None, None, randn(32, 16), None, randn(16, 32), None
+    gated = *layer, randn(32, 16), None, randn(32, 16), None, randn(16, 32), None
+    more_caches = new_cache(6, 4, 2, 8, torch.float32, fill=0.0)
     options = {**heads, "norm": "layer_norm", "eps": 1e-5, "activation": "gelu"}
+    llama = {**options, "norm": "rms_norm", "activation": "silu", "window_left": 3, **rope}
     return [
         ("linear", (x, weight), {}),
         ("linear", (x, weight, bias), {"activation": "gelu", "residual": randn(3, 5, 64)}),
@@ -73,9 +78,11 @@ def _inputs() -> list[tuple[str, tuple, dict]]:
         ("qkv_projection_to_cache", (x[0, :3], attn_ext.pack_weight(weight), bias, *caches, slots), heads),
         *(("qkv_projection_to_cache", (x[0, :3], weight, bias, *c, slots), heads) for c in (caches, hnd)),
         ("qkv_projection_to_cache", (x[0, :3], weight, None, *both, slots), {**heads, **rope}),
-        ("decoder_layer", (*layer, None, None, randn(32, 16), None, randn(16, 32), None, *step), options),
-        ("decoder_layer", (*layer, randn(32, 16), None, randn(32, 16), None, randn(16, 32), None, *step),
-         {**options, "norm": "rms_norm", "activation": "silu", "window_left": 3, **rope}),
+        ("decoder_layer", (x[0, :3], *plain, *caches, *step), options),
+        ("decoder_layer", (x[0, :3], *gated, *caches, *step), llama),
+        ("decoder_layers", (x[0, :3], [*plain], caches[:1], caches[1:], *step), options),
+        ("decoder_layers", (x[0, :3], [*plain, *gated], *([a, b] for a, b in zip(caches, more_caches, strict=True)),
+                            *step), llama),
         ("rms_norm", (x, randn(16)), {}),
         ("rms_norm", (x.transpose(0, 1).bfloat16(), randn(16).bfloat16(), 1e-6), {}),
         ("rms_norm", (randn(0, 16), randn(16)), {}),
@@ -109,6 +116,12 @@ def test_H23_opcheck(number):
     torch.library.opcheck(getattr(OPS, name).default, args, kwargs)
 
 
+def _on_meta(value):
+    if isinstance(value, list | tuple):
+        return [_on_meta(entry) for entry in value]
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
 @pytest.mark.parametrize("number", range(len(_inputs())), ids=lambda i: f"{i}-{_inputs()[i][0]}")
 def test_H23_fake_results_have_the_layout_of_real_ones(number):
     """Shape, dtype and stride of every output, which opcheck compares as a whole, one by one; and on meta tensors."""
@@ -116,8 +129,8 @@ def test_H23_fake_results_have_the_layout_of_real_ones(number):
     op = getattr(OPS, name).default
     real = op(*args, **kwargs)
     meta = op(
-        *(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args),
-        **{k: a.to("meta") if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()},
+        *(_on_meta(a) for a in args),
+        **{k: _on_meta(a) for k, a in kwargs.items()},
     )
     pairs = zip(*(x if isinstance(x, tuple) else (x,) for x in (real, meta)), strict=True)
     for r, m in pairs:
@@ -138,8 +151,11 @@ def test_in_place_arguments_are_declared():
     for name in NAMES:
         schema = getattr(OPS, name).default._schema
         written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        writes = name in ("append_kv", "copy_blocks", "decoder_layer", "qkv_projection_to_cache")
-        assert written == (["key_cache", "value_cache"] if writes else []), str(schema)
+        if name == "decoder_layers":
+            assert written == ["key_caches", "value_caches"], str(schema)
+        else:
+            writes = name in ("append_kv", "copy_blocks", "decoder_layer", "qkv_projection_to_cache")
+            assert written == (["key_cache", "value_cache"] if writes else []), str(schema)
         assert all(r.alias_info is None for r in schema.returns), str(schema)
 
 
