@@ -29,7 +29,7 @@ NOT_ON_SIMT = ["test_H25_autocast", "test_H25_autocast_of_the_paged_ops", "test_
 # Tests that run `amx` where its instructions have to be emulated (tests/amx): those of the ops that it has kernels for.
 EMULATED_MODULES = [
     "test_attention", "test_decoder_layer", "test_errors", "test_invariance", "test_known_failures", "test_linear",
-    "test_memory_layouts", "test_qkv_projection", "test_worked_examples",
+    "test_memory_layouts", "test_qkv_projection", "test_subnormals", "test_worked_examples",
 ]  # fmt: skip
 NOT_EMULATED = ["test_H26_child_processes"]  # of their own; tests/amx has one on forks
 EMULATES = emulator.possible()

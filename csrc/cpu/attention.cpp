@@ -40,6 +40,7 @@ struct Scratch {
   StepRows<T> step_rows[2];  // of this step and the next
   int64_t step_first[2];     // their first key, -1: none
 
+  Factor<A> scale;
   A exponent;     // a weight is 2^(exponent (score - max))
   bool prescale;  // scores are scaled before they are compared: they are transformed, or the scale is not plainly
                   // positive
@@ -93,6 +94,7 @@ void Scratch<T>::load_queries(const AttentionParams& p, const Tile& t) {
   }
   step_first[0] = step_first[1] = -1;
   constexpr double log2_e = 1.4426950408889634;
+  scale = Factor<A>(p.scale);
   exponent = A(p.scale * log2_e);
   prescale = p.softcap > 0 || p.alibi_slopes || p.bias || !(exponent > A(0x1p-64f) && exponent < A(0x1p64f));
   if (prescale) exponent = A(log2_e);
@@ -231,7 +233,7 @@ ATTN_INLINE void weigh_row(const AttentionParams& p, const Tile& t, int64_t r, i
     return;
   }
   if (s.prescale)
-    for (int64_t j = 0; j < columns; j += W<A>) store(scores + j, load(scores + j) * splat(A(p.scale)));
+    for (int64_t j = 0; j < columns; j += W<A>) store(scores + j, s.scale.times(load(scores + j)));
   if (!plain) transform_row(p, t, r, first, count, columns, scores);
   for (int64_t i = 0; i < left_out.count; ++i)
     seen[i] = left_out.keys[i] < columns && scores[left_out.keys[i]] != A(-kInf);

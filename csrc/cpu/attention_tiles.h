@@ -184,6 +184,13 @@ A bias_at(const AttentionParams& p, int64_t offset) {
   }
 }
 
+// cap tanh(s / cap), which is s where s / cap counts as 0.
+template <class A>
+ATTN_INLINE Vec<A> cap_score(Vec<A> s, Vec<A> cap) {
+  const Vec<A> x = s / cap;
+  return x == Vec<A>{} ? s : cap * tanh(x);
+}
+
 // Score transform and visibility of row r, as far as `columns`; an unseen key becomes -inf.
 template <class A>
 void transform_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t first, int64_t count, int64_t columns,
@@ -191,7 +198,7 @@ void transform_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t f
   const int64_t head = t.head(r), position = t.position(r);
   if (p.softcap > 0) {
     const Vec<A> cap = splat(A(p.softcap));
-    for (int64_t j = 0; j < kStep; j += W<A>) store(s + j, cap * tanh(load(s + j) / cap));
+    for (int64_t j = 0; j < kStep; j += W<A>) store(s + j, cap_score<A>(load(s + j), cap));
   }
   if (p.alibi_slopes) {
     const A slope = static_cast<const A*>(p.alibi_slopes)[t.b * p.alibi_batch_stride + head];
@@ -366,7 +373,7 @@ void attend(const AttentionParams& p, const Launch& launch) {
 
   if (!plan.share_splits) {
     Queue queue{0, plan.tiles};
-    run_parallel(launch, min_of(parallelism, queue.total), [&](int worker) {
+    run_parallel<A>(launch, min_of(parallelism, queue.total), [&](int worker) {
       Scratch s(scratch + worker * Scratch::bytes(p.D), p.D);
       for (int64_t i; queue.take(i);) {
         const Tile t = tile(p, plan.tiling, first_tile, plan.tiles - 1 - i);  // causal: the longest first
@@ -395,7 +402,7 @@ void attend(const AttentionParams& p, const Launch& launch) {
     return Partial{reinterpret_cast<State*>(memory), reinterpret_cast<A*>(memory + state_bytes)};
   };
   Queue splits{0, plan.tiles * plan.max_splits};
-  run_parallel(launch, min_of(parallelism, splits.total), [&](int worker) {
+  run_parallel<A>(launch, min_of(parallelism, splits.total), [&](int worker) {
     Scratch s(scratch + worker * Scratch::bytes(p.D), p.D);
     for (int64_t i; splits.take(i);) {
       const int64_t index = i / plan.max_splits, number = i % plan.max_splits;
@@ -408,17 +415,19 @@ void attend(const AttentionParams& p, const Launch& launch) {
       copy_state(t, s.split_state, s.out, s, to.state, to.out);
     }
   });
-  Scratch s(scratch, p.D);
-  for (int64_t index = 0; index < plan.tiles; ++index) {
-    const Tile t = tile(p, plan.tiling, first_tile, index);
-    const Partial first = partial(index, 0);
-    copy_state(t, first.state, first.out, s, s.total_state, s.total);
-    for (int64_t split = t.key_begin / kSplit + 1; split * kSplit < t.key_end; ++split) {
-      const Partial from = partial(index, split - t.key_begin / kSplit);
-      merge_split(t, from.state, from.out, s);
+  run_parallel<A>(launch, 1, [&](int) {
+    Scratch s(scratch, p.D);
+    for (int64_t index = 0; index < plan.tiles; ++index) {
+      const Tile t = tile(p, plan.tiling, first_tile, index);
+      const Partial first = partial(index, 0);
+      copy_state(t, first.state, first.out, s, s.total_state, s.total);
+      for (int64_t split = t.key_begin / kSplit + 1; split * kSplit < t.key_end; ++split) {
+        const Partial from = partial(index, split - t.key_begin / kSplit);
+        merge_split(t, from.state, from.out, s);
+      }
+      write_tile<T>(p, t, s);
     }
-    write_tile<T>(p, t, s);
-  }
+  });
 }
 
 }  // namespace

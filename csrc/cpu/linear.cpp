@@ -179,7 +179,7 @@ void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& la
   const Plan plan(p, group_columns, launch.workers);
   const int64_t bytes = Scratch<T>::bytes(p, plan);
   Queue queue{0, plan.tasks};
-  run_parallel(launch, plan.tiny ? 1 : plan.tasks, [&](int worker) {
+  run_parallel<Accumulate<T>>(launch, plan.tiny ? 1 : plan.tasks, [&](int worker) {
     const Scratch<T> scratch(launch.workspace + worker * bytes, p, plan);
     for (int64_t task; queue.take(task);) {
       const int64_t m = task / plan.ranges * plan.rows, first = task % plan.ranges * plan.groups_per_task;

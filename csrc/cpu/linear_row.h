@@ -13,7 +13,7 @@ ATTN_INLINE Vec<Accumulate<T>> load_lanes(const T* p, int64_t lanes) {
   return lanes >= W<Accumulate<T>> ? load(p) : load_first(p, lanes);
 }
 
-// Two vectors as elements of T. On AMX subnormal results become 0, as those of its products do.
+// Two vectors as elements of T.
 template <class T>
 ATTN_INLINE void store_two(T* p, Vec<Accumulate<T>> a, Vec<Accumulate<T>> b) {
 #if defined(__AMX_BF16__)

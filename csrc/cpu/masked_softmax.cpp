@@ -59,17 +59,17 @@ template <class T>
 Vec<Accumulate<T>> load_scores(const MaskedSoftmaxParams& p, const Row<T>& r, Accumulate<T>* row) {
   using A = Accumulate<T>;
   constexpr int64_t w = W<A>;
-  const Vec<A> scale = splat(A(p.scale));
+  const Factor<A> scale(p.scale);
   Vec<A> max = splat(A(-kInf));
   const auto take = [&](int64_t j, Vec<A> scores) {
-    const Vec<A> scaled = scale * scores;
+    const Vec<A> scaled = scale.times(scores);
     store(row + j, scaled);
     max = vmax(max, scaled);
   };
   int64_t j = 0;
   for (; j + w <= r.n; j += w) take(j, load(r.scores + j));
   if (j < r.n) {
-    const Vec<A> last = scale * load_first(r.scores + j, r.n - j);
+    const Vec<A> last = scale.times(load_first(r.scores + j, r.n - j));
     const Vec<A> scaled = lane_index<A>() < splat_index<A>(r.n - j) ? last : splat(A(-kInf));
     store(row + j, scaled);
     max = vmax(max, scaled);
@@ -123,7 +123,7 @@ void softmax_of(const MaskedSoftmaxParams& p, const Launch& launch) {
   constexpr int64_t rows_per_task = 16;
   const int64_t rows = p.B0 * p.B1 * p.Tq, bytes = row_bytes<A>(p);
   Queue queue{0, ceil_div(rows, rows_per_task)};
-  run_parallel(launch, rows * p.Tk < 16384 ? 1 : queue.total, [&](int worker) {
+  run_parallel<A>(launch, rows * p.Tk < 16384 ? 1 : queue.total, [&](int worker) {
     A* row = reinterpret_cast<A*>(launch.workspace + worker * bytes);
     for (int64_t task; queue.take(task);)
       for (int64_t r = task * rows_per_task; r < min_of(rows, (task + 1) * rows_per_task); ++r)

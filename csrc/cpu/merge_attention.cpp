@@ -46,7 +46,7 @@ void merge_of(const MergeAttentionParams& p, const Launch& launch) {
   constexpr int64_t rows_per_task = 64;
   const int64_t rows = p.B * p.T * p.H;
   Queue queue{0, ceil_div(rows, rows_per_task)};
-  run_parallel(launch, rows * p.D < 16384 ? 1 : queue.total, [&](int) {
+  run_parallel<Accumulate<T>>(launch, rows * p.D < 16384 ? 1 : queue.total, [&](int) {
     for (int64_t task; queue.take(task);)
       for (int64_t r = task * rows_per_task; r < min_of(rows, (task + 1) * rows_per_task); ++r)
         merge_row<T>(p, r / p.H / p.T, r / p.H % p.T, r % p.H);

@@ -8,6 +8,9 @@
 // what rounding took from the mean, and variance and result are corrected by it (Chan, Golub and LeVeque 1983).
 //
 // Column j is always added up in lane j % (4 W), and the lanes meet in a fixed tree: a row's bits are its own.
+//
+// Subnormal floats count as 0, squares and eps too, and where nothing else is left that would show: such rows are
+// raised.
 #include "cpu/kernels.h"
 #include "cpu/vec.h"
 
@@ -17,11 +20,22 @@ namespace {
 constexpr int64_t kTaskElements = 8192;       // of the rows that one task has, or one row
 constexpr int64_t kParallelElements = 32768;  // fewer are faster on one thread
 
+// Mean squares, with eps, below 2^-100 are computed anew from x - mean times 2^80. Above it, what counts as 0 is less
+// than 2^-126 of each square, a rounding of the mean; below, squares of normal numbers and a normal result stay in
+// range.
+constexpr float kLargeFactor = 0x1p50f;
+constexpr double kRaise = 0x1p80;
+
 template <class A>
 struct Statistics {
-  A mean = 0, correction = 0;  // x - mean - correction is centered; both 0 in RMSNorm
-  A factor;                    // one over the standard deviation, or over the root mean square
+  A mean = 0, correction = 0;  // raise (x - mean) - correction is centered; both 0 in RMSNorm
+  A factor;                    // one over the standard deviation of that, or over the root mean square
 };
+
+template <bool kRaised, class A>
+ATTN_INLINE Vec<A> difference(Vec<A> v, Vec<A> mean) {
+  return kRaised ? (v - mean) * splat(A(kRaise)) : v - mean;
+}
 
 // f(v, j, lanes, i) for the vectors v of a row: `lanes` columns from j on, which belong to the i-th of four sums.
 template <class T, class F>
@@ -55,13 +69,17 @@ ATTN_INLINE Vec<A> first_lanes(Vec<A> v, int64_t lanes) {
 ATTN_INLINE float inverse_root(float x) { return 1.0f / __builtin_sqrtf(x); }
 ATTN_INLINE double inverse_root(double x) { return 1.0 / __builtin_sqrt(x); }
 
-template <class T>
-ATTN_INLINE Statistics<Accumulate<T>> statistics(const T* x, int64_t n, bool centered, Accumulate<T> eps) {
+template <bool kRaised, class T>
+ATTN_INLINE Statistics<Accumulate<T>> statistics(const T* x, int64_t n, bool centered, double plain_eps) {
   using A = Accumulate<T>;
+  const A eps = A(kRaised ? plain_eps * kRaise * kRaise : plain_eps);
   Statistics<A> s;
   Vec<A> squares[4] = {};
   if (!centered) {
-    for_each_vector(x, n, [&](Vec<A> v, int64_t, int64_t, int i) { squares[i] = fma(v, v, squares[i]); });
+    for_each_vector(x, n, [&](Vec<A> v, int64_t, int64_t, int i) {
+      const Vec<A> d = difference<kRaised, A>(v, Vec<A>{});
+      squares[i] = fma(d, d, squares[i]);
+    });
     s.factor = inverse_root(sum_of<A>(squares) / A(n) + eps);
     return s;
   }
@@ -70,7 +88,7 @@ ATTN_INLINE Statistics<Accumulate<T>> statistics(const T* x, int64_t n, bool cen
   s.mean = sum_of<A>(sums) / A(n);
   const Vec<A> mean = splat(s.mean);
   for_each_vector(x, n, [&](Vec<A> v, int64_t, int64_t lanes, int i) {
-    const Vec<A> d = first_lanes<A>(v - mean, lanes);
+    const Vec<A> d = first_lanes<A>(difference<kRaised, A>(v, mean), lanes);
     rest[i] += d;
     squares[i] = fma(d, d, squares[i]);
   });
@@ -80,32 +98,40 @@ ATTN_INLINE Statistics<Accumulate<T>> statistics(const T* x, int64_t n, bool cen
   return s;
 }
 
-template <class T>
-ATTN_INLINE void norm_row(const NormParams& p, int64_t row) {
+// False, and nothing is written, where the row must be raised and is not.
+template <class T, bool kRaised>
+ATTN_INLINE bool norm_row(const NormParams& p, int64_t row) {
   using A = Accumulate<T>;
   constexpr int64_t w = W<A>;
   const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
   const T* weight = static_cast<const T*>(p.weight);
   const T* bias = static_cast<const T*>(p.bias);
   T* y = static_cast<T*>(p.y) + row * p.C;
-  const Statistics<A> s = statistics(x, p.C, p.centered, A(p.eps));
+  const Statistics<A> s = statistics<kRaised>(x, p.C, p.centered, p.eps);
+  if (!kRaised && sizeof(A) == sizeof(float) && s.factor > A(kLargeFactor)) return false;
   const Vec<A> mean = splat(s.mean), factor = splat(s.factor), shift = splat(-s.correction * s.factor);
   for_each_vector(x, p.C, [&](Vec<A> v, int64_t j, int64_t lanes, int) {
     const auto at = [&](const T* t) { return lanes == w ? load(t + j) : load_first(t + j, lanes); };
-    const Vec<A> normed = fma(v - mean, factor, shift);
+    const Vec<A> normed = fma(difference<kRaised, A>(v, mean), factor, shift);
     const Vec<A> result = bias ? fma(normed, at(weight), at(bias)) : normed * at(weight);
     if (lanes == w)
       store(y + j, result);
     else
       store_first(y + j, result, lanes);
   });
+  return true;
+}
+
+template <class T>
+ATTN_INLINE void norm_row(const NormParams& p, int64_t row) {
+  if (!norm_row<T, false>(p, row)) norm_row<T, true>(p, row);
 }
 
 template <class T>
 void norm_of(const NormParams& p, const Launch& launch) {
   const int64_t rows_per_task = max_of<int64_t>(1, kTaskElements / p.C);
   Queue queue{0, ceil_div(p.rows, rows_per_task)};
-  run_parallel(launch, p.rows * p.C < kParallelElements ? 1 : queue.total, [&](int) {
+  run_parallel<Accumulate<T>>(launch, p.rows * p.C < kParallelElements ? 1 : queue.total, [&](int) {
     for (int64_t task; queue.take(task);)
       for (int64_t r = task * rows_per_task; r < min_of(p.rows, (task + 1) * rows_per_task); ++r) norm_row<T>(p, r);
   });

@@ -6,6 +6,9 @@
 //
 // Vec<A> holds W lanes of the accumulation type A (float, or double for float64 tensors). Every operation is
 // lane by lane and the same in a loop's body and tail, so that a row's bits never depend on its neighbours.
+//
+// Subnormal floats count as 0 in arithmetic, as operand and as result: kernels run within run_parallel, which sets the
+// mode. Doubles count as what they are.
 #pragma once
 
 #include <stdint.h>
@@ -175,6 +178,20 @@ ATTN_INLINE IVec<A> lane_index() {
   return v;
 }
 
+// The factor x, which counts as what it is: one that is subnormal as a float is kept as two that are not.
+template <class A>
+struct Factor {
+  A first = 1, second = 1;
+
+  Factor() = default;
+  explicit Factor(double x) {
+    const bool split = sizeof(A) == sizeof(float) && x > -0x1p-126 && x < 0x1p-126;
+    first = A(split ? x * 0x1p64 : x);
+    if (split) second = A(0x1p-64);
+  }
+  ATTN_INLINE Vec<A> times(Vec<A> v) const { return v * splat(first) * splat(second); }
+};
+
 // ------------------------------------------------------------------------------------------------ products
 
 // How tensors of T are multiplied. A step of a product takes kPerStep elements of the k dimension: one, widened to
@@ -235,10 +252,12 @@ ATTN_INLINE Vec<float> widen(f16, HalfBits h) {
 #else
   typedef VecTypes<float>::U U;
   const U u = zero_extend(h);
-  // Exponent and mantissa moved into float's place are off by 2^112; one multiplication mends normal and subnormal.
-  const Vec<float> scaled = (Vec<float>)((u & 0x7fffu) << 13) * splat(0x1p112f);
-  const U special = (U)((u & 0x7c00u) == 0x7c00u) & 0x7f800000u;
-  return (Vec<float>)((U)scaled | special | ((u & 0x8000u) << 16));
+  const U moved = (u & 0x7fffu) << 13, exponent = u & 0x7c00u;  // to where float has exponent and mantissa
+  // A subnormal half is m 2^-24. The mantissa of 2^-14 (1 + m 2^-10) is m, too: no float on the way is subnormal.
+  const U subnormal = (U)((Vec<float>)(moved + 0x38800000u) - splat(0x1p-14f));
+  const U normal = moved + (112u << 23), special = moved | 0x7f800000u;
+  const U magnitude = exponent == 0u ? subnormal : exponent == 0x7c00u ? special : normal;
+  return (Vec<float>)(magnitude | ((u & 0x8000u) << 16));
 #endif
 }
 
@@ -281,7 +300,7 @@ ATTN_INLINE uint16_t f16_from_float(float x) {
   if (a < 0x38800000u) {                                  // subnormal: let float addition round
     float magnitude;
     memcpy(&magnitude, &a, 4);
-    magnitude += 0.5f;  // one unit in the last place of 0.5 is 2^-24
+    magnitude += 0.5f;  // one unit in the last place of 0.5 is 2^-24; a subnormal float counts as 0, as which it ends
     uint32_t m;
     memcpy(&m, &magnitude, 4);
     return uint16_t(sign | (m - 0x3f000000u));
@@ -463,7 +482,7 @@ ATTN_INLINE Reduced reduce(Vec<float> x) {
 ATTN_INLINE Vec<float> exp(Vec<float> x) {
   const Vec<float> low = splat(-87.3f);
   const Reduced r = reduce(vmax(low, x));
-  const Vec<float> y = fma(expm1_reduced(r.f), r.power, r.power);
+  const Vec<float> y = (expm1_reduced(r.f) + splat(1.0f)) * r.power;
   return x < low ? splat(0.0f) : y;
 }
 
@@ -608,17 +627,52 @@ struct Queue {
   }
 };
 
-// Runs body(worker) on as many workers as there is work for.
+// While it lives, subnormal numbers count as 0 in this thread's arithmetic, as operands and as results; or, if not
+// `flush`, as what they are. Intel's CPUs take a hundred times as long for each of them otherwise. Elsewhere than on
+// x86 they are as fast as others, and count.
+class Subnormals {
+ public:
+#if defined(__x86_64__)
+  explicit Subnormals(bool flush) {
+    constexpr uint32_t kFlushResults = 0x8000, kOperandsAreZero = 0x0040;
+    asm volatile("stmxcsr %0" : "=m"(saved_) : : "memory");
+    set(flush ? saved_ | kFlushResults | kOperandsAreZero : saved_ & ~(kFlushResults | kOperandsAreZero));
+  }
+  ~Subnormals() { set(saved_); }
+
+ private:
+  static void set(uint32_t mode) { asm volatile("ldmxcsr %0" : : "m"(mode) : "memory"); }
+  uint32_t saved_;
+#else
+  explicit Subnormals(bool) {}
+#endif
+  Subnormals(const Subnormals&) = delete;
+  Subnormals& operator=(const Subnormals&) = delete;
+};
+
+// gcc does not know that arithmetic depends on the mode, and may move an operation past the instruction that sets it,
+// but no call: that instruction clobbers memory. So the mode is set in a function without arithmetic, and all
+// arithmetic is in one of its own.
 template <class Body>
+__attribute__((noinline)) void run_body(const Body& body, int worker) {
+  body(worker);
+}
+template <class A, class Body>
+__attribute__((noinline)) void run_worker(void* body, int worker) {
+  const Subnormals subnormals(sizeof(A) == sizeof(float));
+  run_body(*static_cast<const Body*>(body), worker);
+}
+
+// Runs body(worker) on as many workers as there is work for; its sums are of type A. All arithmetic of a kernel belongs
+// here: outside, the caller's mode of subnormal numbers is in force.
+template <class A, class Body>
 ATTN_INLINE void run_parallel(const Launch& launch, int64_t items, const Body& body) {
   const int workers = int(min_of<int64_t>(items, launch.workers));
-  if (workers <= 1) {
-    body(0);
-    return;
-  }
-  launch.parallel(
-      workers, [](void* context, int worker) { (*static_cast<const Body*>(context))(worker); },
-      const_cast<void*>(static_cast<const void*>(&body)));
+  void* context = const_cast<void*>(static_cast<const void*>(&body));
+  if (workers <= 1)
+    run_worker<A, Body>(context, 0);
+  else
+    launch.parallel(workers, run_worker<A, Body>, context);
 }
 
 }  // namespace

@@ -223,14 +223,23 @@ def test_overflowing_scores_like_reference():
     _like_reference(-q, k, torch.randn(1, 70, 1, 4), scale=1.0)
 
 
-@pytest.mark.parametrize("tiny", [1e-45, 1e-40, 1.2e-38])
-def test_denormals(tiny, backend):
-    q, k, v = torch.randn(1, 5, 2, 8), torch.randn(1, 70, 1, 8), torch.rand(1, 70, 1, 8) * tiny
-    out = attn_ext.attention(q, k, v)
-    exact = reference.attention(q.double(), k.double(), v.double())
-    assert (out.double() - exact).abs().max() <= 100 * 2**-149  # some hundred terms, each rounded to a denormal
-    lse = attn_ext.attention(q * tiny, k, v, return_lse=True)[1]
-    torch.testing.assert_close(lse, torch.full_like(lse, math.log(70)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 5, 20])
+@pytest.mark.parametrize("size", [2.0**-149, 2.0**-130, 2.0**-126, 2.0**-118, 2.0**-100])
+def test_denormals(size, rows, dtype, backend):
+    """They may count as 0, as operands and as results, which changes each by less than the smallest normal number."""
+    n, tiny = 70, torch.finfo(torch.float32).smallest_normal
+    q, k = torch.randn(1, rows, 2, 32).to(dtype), torch.randn(1, n, 1, 32).to(dtype)
+    v = (torch.randn(1, n, 1, 32) * size).to(dtype)
+    error = (attn_ext.attention(q, k, v).double() - reference.attention(q.double(), k.double(), v.double())).abs()
+    # Weights sum to 1: the values' changes are one of the result. n products, n sums, what rescales them after each of
+    # two steps of keys, and the final factor, which is at most 1. Beyond that, weights and result are rounded to the
+    # dtype, and sums to float32.
+    counted_as_zero = (1 + 2 * n + 2 + 1) * tiny
+    roundings = 5 * torch.finfo(dtype).eps + n * torch.finfo(torch.float32).eps
+    assert (error <= counted_as_zero + roundings * v.abs().max().double()).all()
+    lse = attn_ext.attention((q * size).to(dtype), k, v, return_lse=True)[1]
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(n)))
 
 
 def test_smallest_half_values():

@@ -73,7 +73,7 @@ struct Scratch {
   int64_t ld;               // D in whole tiles of sums: rows of a block in out and total
   int64_t depth_tiles;      // D in whole tiles of Q^T and K
 
-  float scale;     // of the problem; here, as it may be subnormal, and FlushSubnormals makes that 0 when it is rounded
+  Factor<float> scale;
   float exponent;  // a weight is 2^(exponent (score - max))
   bool prescale;   // scores are scaled before they are compared: they are transformed, or the scale is not plainly
                    // positive
@@ -146,7 +146,7 @@ void Scratch::load_queries(const AttentionParams& p, const Tile& t) {
     pack_right(kLanes, p.D, row, q + b * depth_tiles * tmm::kBytes);
   }
   constexpr double log2_e = 1.4426950408889634;
-  scale = float(p.scale);
+  scale = Factor<float>(p.scale);
   exponent = float(p.scale * log2_e);
   prescale = p.softcap > 0 || p.alibi_slopes || p.bias || !(exponent > 0x1p-64f && exponent < 0x1p64f);
   if (prescale) exponent = float(log2_e);
@@ -334,7 +334,7 @@ void transform_scores(const AttentionParams& p, const Tile& t, int64_t block, in
   const Vec<float> cap = splat(float(p.softcap));
   for (int64_t j = 0; j < kStep; ++j) {
     Vec<float> v = load(s + j * kLanes);
-    if (p.softcap > 0) v = cap * tanh(v / cap);
+    if (p.softcap > 0) v = cap_score<float>(v, cap);
     if (p.alibi_slopes) v -= slope * absolute(__builtin_convertvector(position - int32_t(j), Vec<float>));
     IVec<float> seen = (begin <= int32_t(j)) & (end > int32_t(j));
     for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -399,7 +399,7 @@ void hide_unseen(const Seen& seen, int64_t first, float* scores) {
 void finish_scores(const AttentionParams& p, const Tile& t, const Scratch& s, int64_t block, int64_t split,
                    int64_t step, bool plain, Seen& seen, float* scores) {
   if (s.prescale)
-    for (int64_t j = 0; j < kStep; ++j) store(scores + j * kLanes, load(scores + j * kLanes) * splat(s.scale));
+    for (int64_t j = 0; j < kStep; ++j) store(scores + j * kLanes, s.scale.times(load(scores + j * kLanes)));
   if (plain) return;
   if (p.softcap > 0 || p.alibi_slopes || p.bias || p.mask) {
     const int64_t first = split * kSplit + step * kStep;
@@ -458,7 +458,7 @@ Vec<float> take_off_max(const BlockState& state, float exponent, float* scores) 
 
 // 2^(exponent score - shift), with a relative error of 2e-7 (minimax, exact at both ends of the fraction: the maximum's
 // own power may lie below 0 by a rounding, and its weight is 1 all the same); 0 for a score of -inf, NaN for NaN. The
-// power is split by instructions that know infinity and, within FlushSubnormals, are done with what underflows.
+// power is split by instructions that know infinity and make 0 of what underflows.
 ATTN_INLINE Vec<float> weight_of(Vec<float> score, Vec<float> exponent, Vec<float> shift) {
   const Vec<float> x = fma(score, exponent, -shift);
   const Vec<float> f = (Vec<float>)_mm512_maskz_reduce_ps(__mmask16(-1), (__m512)x, _MM_FROUND_TO_NEG_INF);
@@ -470,26 +470,8 @@ ATTN_INLINE Vec<float> weight_of(Vec<float> score, Vec<float> exponent, Vec<floa
   return (Vec<float>)_mm512_maskz_scalef_ps(__mmask16(-1), (__m512)q, (__m512)x);
 }
 
-// Results of vector instructions that would be subnormal are 0 while it lives, as those of tiles always are. Else a
-// weight that underflows costs as much as a hundred others. Subnormal operands (a scale, a softcap) count as what they
-// are.
-class FlushSubnormals {
- public:
-  FlushSubnormals() {
-    asm volatile("stmxcsr %0" : "=m"(saved_) : : "memory");
-    set((saved_ & ~0x0040u) | 0x8000u);
-  }
-  ~FlushSubnormals() { set(saved_); }
-  FlushSubnormals(const FlushSubnormals&) = delete;
-  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
-
- private:
-  static void set(uint32_t mode) { asm volatile("ldmxcsr %0" : : "m"(mode) : "memory"); }
-  uint32_t saved_;
-};
-
 BlockTotal total_of(const BlockState& state, const Scratch& s) {
-  const Vec<float> scaled = s.prescale ? state.max : state.max * splat(s.scale);
+  const Vec<float> scaled = s.prescale ? state.max : state.max * splat(s.scale.first);
   return {state.max == splat(-kInf) ? state.max : scaled, state.sum};
 }
 
@@ -943,7 +925,6 @@ void attend_pair(Pair& pair, const bool* finite) {
 
 // In place of the one in attention_tiles.h: tiles have their shapes while a split is worked on.
 void attend_split(const AttentionParams& p, const Tile& t, int64_t number, Scratch& s) {
-  const FlushSubnormals flush;
   if (t.rows <= kLanes) return attend_few(p, t, number, s);
   const tmm::Config config(tmm::Shapes::full());
   const int64_t first_key = number * kSplit;

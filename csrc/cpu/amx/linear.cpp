@@ -371,7 +371,7 @@ void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& la
   memset(taken, 0, size_t(plan.parts()) * sizeof(Taken));
   char* memory = launch.workspace + plan.parts() * int64_t(sizeof(Taken));
   const int64_t bytes = round_up(Scratch::bytes(p, plan), 64);
-  run_parallel(launch, plan.chunks(), [&](int worker) {
+  run_parallel<float>(launch, plan.chunks(), [&](int worker) {
     const Scratch s(memory + worker * bytes, p, plan);
     const tmm::Config config(plan.few ? few_shapes(p.M, plan.x_left) : tmm::Shapes::full());
     int64_t packed_block = -1;  // whose tiles are in s.x
