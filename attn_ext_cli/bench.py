@@ -12,7 +12,7 @@ import typer
 
 from attn_ext_cli.common import Threads, UserError, command, console, cpu_name, set_threads
 
-STUDIES = ("model", "growth", "memory")
+STUDIES = ("model", "growth", "memory", "values")
 
 
 @command
@@ -20,8 +20,8 @@ def bench(
     op: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only this: linear, norm, attention, paged_attention, masked_softmax; model, growth, memory. May be "
-            "given several times. Default: all ops, and without --quick the models."
+            help="Only this: linear, norm, attention, paged_attention, masked_softmax; model, growth, memory, values. "
+            "May be given several times. Default: all ops, and without --quick the models."
         ),
     ] = None,
     quick: Annotated[
@@ -94,7 +94,7 @@ def _measure(wanted: list[str], peers: dict[str, str], quick: bool) -> tuple[dic
     from attn_ext import bench as measure
     from attn_ext.bench import report
 
-    rows, models, curves, memory, seconds = [], [], [], None, 1.0 if quick else 4.0
+    rows, models, curves, values, memory, seconds = [], [], [], [], None, 1.0 if quick else 4.0
     with torch.no_grad(), _status() as say:
         say("measuring this machine's limits")
         limits, guard = measure.measure_limits(seconds), measure.Guard()
@@ -114,12 +114,20 @@ def _measure(wanted: list[str], peers: dict[str, str], quick: bool) -> tuple[dic
             for curve in measure_growth(quick=quick):
                 curves.append(curve)
                 say(f"growth: {len(curves)} curves measured, last: {curve.name}")
+        if "values" in wanted:
+            from attn_ext.bench.values import measure_values
+
+            say("values")
+            for row in measure_values(quick=quick, guard=guard):
+                values.append(row)
+                say(f"values: {len(values)} rows measured, last: {row.op} {row.shape}")
         if "memory" in wanted:
             say("memory")
             memory = _memory(torch.get_num_threads())
         if ops:
             limits = limits.best_of(measure.measure_limits(seconds))
-    return report.results(report.describe_machine(limits, cpu_name()), rows, limits, models, curves, memory), curves
+    described = report.describe_machine(limits, cpu_name())
+    return report.results(described, rows, limits, models, curves, memory, values), curves
 
 
 def _md(data: dict) -> str:
@@ -209,6 +217,14 @@ def _print(data: dict) -> None:
         out.print()
         out.print(_table(report.GROWTH_COLUMNS, [report.growth_cells(curve) for curve in data["growth"]], words=3))
         out.print("exponent p of time = c size^p over the larger half of the sizes", style="dim")
+    if data["values"]:
+        out.print()
+        out.print(_table(report.VALUES_COLUMNS, [report.values_cells(row) for row in data["values"]], words=3))
+        out.print(
+            "time with such inputs over the time with ordinary ones, in turns; in parentheses: torch's.  *: above 3,"
+            "\nagainst the rule.",
+            style="dim",
+        )
     if "memory" in data:
         out.print()
         for line in report.memory_lines(data["memory"]):

@@ -13,7 +13,20 @@ import pytest
 import torch
 
 from attn_ext import _C, bench
-from attn_ext.bench import Case, Guard, Timing, WrongResult, alternate, growth, machine, memory, models, report, timer
+from attn_ext.bench import (
+    Case,
+    Guard,
+    Timing,
+    WrongResult,
+    alternate,
+    growth,
+    machine,
+    memory,
+    models,
+    report,
+    timer,
+    values,
+)
 from attn_ext.bench.directories import _gpt2, _write
 from attn_ext.bench.peers import PEERS, Unavailable, Worker
 
@@ -151,6 +164,35 @@ def test_plots_are_written(tmp_path):
     assert path.name == "growth-prefill.png" and path.read_bytes().startswith(b"\x89PNG")
 
 
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def test_values_are_of_their_kind():
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = {kind: torch.randn(100, 40).to(dtype) for kind in values.KINDS}
+        for kind, change in values.KINDS.items():
+            change(tensors[kind])
+        assert (tensors["ordinary"].abs() > 2.0**-126).all() and (tensors["subnormal"].abs() < 2.0**-126).all()
+        assert (tensors["subnormal"] != 0).float().mean() > 0.95 and torch.isnan(tensors["NaN"]).all()
+        assert torch.isposinf(tensors["inf"]).all() and 10 < torch.isnan(tensors["1 % NaN"]).sum() < 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_values_are_measured_on_the_same_problem(dtype):
+    for case, which in values.cases(dtype):
+        arguments = case.make()
+        timer.require_same_results(case, arguments)
+        assert all(arguments[i].dtype == dtype for i in which)
+
+
+def test_values_take_turns(monkeypatch):
+    one = next(values.cases(torch.float32))
+    monkeypatch.setattr(values, "cases", lambda dtype: [one])
+    rows = list(values.measure_values(quick=True, guard=FakeGuard()))
+    assert [row.dtype for row in rows] == [torch.float32, torch.bfloat16]
+    assert all(set(row.timings) == {(c, kind) for c in ("attn_ext", "torch") for kind in values.KINDS} for row in rows)
+
+
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -249,6 +291,13 @@ def test_a_disturbed_round_of_engines_is_repeated():
 # ------------------------------------------------------------------------------------------------------------- reports
 
 
+def values_row(subnormal: float) -> values.ValuesRow:
+    times = dict.fromkeys(values.KINDS, 0.001) | {"subnormal": subnormal}
+    timings = {(c, kind): Timing([s] * 3, 3) for c in ("attn_ext", "torch") for kind, s in times.items()}
+    timings["torch", "subnormal"] = Timing([0.05] * 3, 3)
+    return values.ValuesRow("paged_attention", "B4 T512 H8/8 D64", torch.bfloat16, timings)
+
+
 def some_results() -> dict:
     limits = machine.Limits(
         {"read": 1e10, "copy": 1e10}, {torch.float32: 1e11, torch.bfloat16: 2e11},
@@ -260,6 +309,7 @@ def some_results() -> dict:
     return report.results(
         report.describe_machine(limits, "Abacus 1"), [bench.Row(case, timings)], limits,
         [fake_row({"llama_cpp": "not installed"})], [curve([1.0, 4.0, 16.0], 2)], memory.as_dict(kv, "no /proc"),
+        [values_row(0.0012), values_row(0.1)],
     )  # fmt: skip
 
 
@@ -277,6 +327,9 @@ def test_report_as_json_and_markdown():
     text = report.markdown(data)
     assert re.search(r"^\| copy \| 8 \| float32 \| 6\.4e-05  \| 1\.00 ±0% \| 2\.00 ±0% \| 2\.00 ±0% \|", text, re.M)
     assert "Abacus 1, threads:" in text and "| prefill | tokens T | 1 to 4 | 2 | 2.00 | 2.00 | as expected |" in text
+    assert data["values"][1]["above_limit"] == ["subnormal"] and data["values"][0]["above_limit"] == []
+    assert re.search(r"D64 \| bfloat16 \| 1\.00 \| 1\.20 \(50\) \| 1\.00 \(1\.00\) \|", text)
+    assert re.search(r"D64 \| bfloat16 \| 1\.00 \| 100\* \(50\) \| 1\.00 \(1\.00\) \|", text)
     assert "skipped smollm2 bfloat16: llama_cpp: not installed" in text and "peak memory skipped: no /proc" in text
     for block in re.findall(r"(?:^\|.*\n)+", text, re.M):  # every line of a table has its columns
         assert len({line.count("|") for line in block.splitlines()}) == 1

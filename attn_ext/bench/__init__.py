@@ -13,6 +13,7 @@ linear, ...     the cases of one op each
 models          whole models, ours and other engines (peers)
 growth          time against length, batch, heads and threads
 memory          bytes of the paged cache, peak of a process
+values          whether subnormal numbers, NaN and infinities take longer than others
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ __all__ = ["describe_machine", "markdown", "row_cells"]
 
 OP_COLUMNS = ("op", "shape", "dtype", "data MB", "attn_ext ms", "torch ms", "x torch", "rate", "limit", "rejected")
 MODEL_COLUMNS = ("model", "dtype", "seqs", "engine", "decode ms", "x ours", "prefill ms", "x ours", "same tokens")
+VALUES_COLUMNS = ("op", "shape", "dtype", "ordinary ms", "subnormal", "NaN", "inf", "1 % NaN")
 GROWTH_COLUMNS = ("curve", "variable", "sizes", "expected", "attn_ext", "torch", "verdict")
 
 
@@ -112,6 +113,19 @@ def growth_cells(curve: dict) -> list[str]:
     ]  # fmt: skip
 
 
+def values_cells(row: dict) -> list[str]:
+    """The cells of VALUES_COLUMNS of one row: our time over the ordinary one, * above the limit, and (torch's)."""
+
+    def shown(kind: str) -> str:
+        ours, theirs = (
+            f"{r:.2f}" if r < 10 else f"{r:.0f}" for r in (row["ratio"][c][kind] for c in ("attn_ext", "torch"))
+        )
+        return f"{ours}{'*' if kind in row['above_limit'] else ''} ({theirs})"
+
+    ordinary = f"{1e3 * row['median_s']['attn_ext']['ordinary']:#.3g}"
+    return [row["op"], row["shape"], row["dtype"], ordinary, *(shown(kind) for kind in VALUES_COLUMNS[4:])]
+
+
 def memory_lines(memory: dict) -> list[str]:
     kv, peak = memory["kv"], memory["peak"]
     mb = {key: f"{kv[key] / 1e6:.0f} MB" for key in ("stored", "paged", "contiguous")}
@@ -143,10 +157,13 @@ def model_skips(models: list[dict]) -> dict[str, list[str]]:
     return found
 
 
-def results(machine: dict, rows: list[Row], limits: Limits, models=(), curves=(), memory: dict | None = None) -> dict:
+def results(
+    machine: dict, rows: list[Row], limits: Limits, models=(), curves=(), memory: dict | None = None, values=()
+) -> dict:
     """Everything measured, as plain data."""
     data = {"machine": machine, "rows": [row.as_dict(limits) for row in rows]}
     data |= {"models": [row.as_dict() for row in models], "growth": [curve.as_dict() for curve in curves]}
+    data |= {"values": [row.as_dict() for row in values]}
     return data | ({"memory": memory} if memory else {})
 
 
@@ -163,6 +180,8 @@ def markdown(data: dict) -> str:
         parts.append("\n".join(f"* {line}" for line in versions + skips))
     if data["growth"]:
         parts.append(_table(GROWTH_COLUMNS, [growth_cells(curve) for curve in data["growth"]], text=3))
+    if data["values"]:
+        parts.append(_table(VALUES_COLUMNS, [values_cells(row) for row in data["values"]], text=3))
     if "memory" in data:
         parts.append("\n".join(f"* {line}" for line in memory_lines(data["memory"])))
     return "\n\n".join(parts) + "\n"

@@ -18,7 +18,10 @@ import torch
 
 from attn_ext import _C
 
-__all__ = ["Case", "Guard", "Timing", "WrongResult", "alternate", "last_level_cache", "quartiles", "take_turns"]
+__all__ = [
+    "Case", "Guard", "Timing", "WrongResult", "alternate", "last_level_cache", "quartiles", "require_same_results",
+    "take_turns",
+]  # fmt: skip
 
 
 class WrongResult(RuntimeError):
@@ -193,7 +196,7 @@ def alternate(case: Case, *, seconds: float, guard: Guard | None = None, rounds:
     ['a', 'b']
     """
     inputs = _pool(case.make)
-    _require_same_results(case, inputs[0])
+    require_same_results(case, inputs[0])
 
     def sampler(candidate: Callable) -> Callable[[int], float]:
         def sample(number: int) -> float:
@@ -208,8 +211,8 @@ def alternate(case: Case, *, seconds: float, guard: Guard | None = None, rounds:
     return take_turns(candidates, seconds=seconds, guard=guard or Guard(), rounds=rounds)
 
 
-def _require_same_results(case: Case, arguments: tuple) -> None:
-    """Raises WrongResult. Doubles as the warm-up call."""
+def require_same_results(case: Case, arguments: tuple) -> None:
+    """Raises WrongResult where candidates of `case` differ. Doubles as the warm-up call."""
     results = {name: candidate(*arguments).double() for name, candidate in case.candidates.items()}
     (first, expected), *others = results.items()
     for name, result in others:
