@@ -229,7 +229,7 @@ def test_a_reader_that_closes_early_is_no_error(llama):
         (
             "bench --op conv",
             "op must be one of linear, norm, attention, paged_attention, masked_softmax, model, growth, memory, "
-            "got 'conv'",
+            "values, got 'conv'",
         ),
         (
             "bench --op model --peer onnx",

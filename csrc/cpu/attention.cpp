@@ -29,7 +29,7 @@ struct Scratch {
   Element<T>* weights;           // (kGroupRows, kStep): the scores themselves unless products take another type
   A* partial;                    // (kGemmRows or kFewRows, kStep) a depth block's share of the scores
   Element<T>* filtered;          // (kPerStep, D) values without NaN and inf
-  A* left_out_value;             // (D)
+  A* left_out_kinds;             // (kStep, D) which of the values were left out: kPlusInf ... as lanes of integers
   A* out;                        // (rows, D) weighted values of the current split
   A* total;                      // (rows, D) of all splits before
   StepSoftmax<T>* state;         // (rows) of the current split
@@ -51,7 +51,7 @@ struct Scratch {
   static int64_t bytes(int64_t D) {
     const int64_t ld = stride(D);
     const int64_t elements =
-        (3 * kRows + 2 * kStep + kPerStep + 1) * ld + (2 * kGroupRows + max_of<int64_t>(kGemmRows, kFewRows)) * kStep;
+        (3 * kRows + 3 * kStep + kPerStep) * ld + (2 * kGroupRows + max_of<int64_t>(kGemmRows, kFewRows)) * kStep;
     const int64_t states = kRows * int64_t(sizeof(StepSoftmax<T>) + 2 * sizeof(SoftmaxState<A>));
     return round_up(states + elements * int64_t(sizeof(A)), 64);
   }
@@ -69,7 +69,7 @@ struct Scratch {
     take(values, kStep * ld);
     take(scores, kGroupRows * kStep);
     take(partial, max_of<int64_t>(kGemmRows, kFewRows) * kStep);
-    take(left_out_value, ld);
+    take(left_out_kinds, kStep * ld);
     take(q, kRows * ld);
     take(filtered, kPerStep * ld);
     if constexpr (sizeof(Element<T>) == sizeof(A))
@@ -174,38 +174,63 @@ void stage_values(const StepRows<T>& rows, int64_t D, bool plain, Scratch<T>& s,
   }
 }
 
+// What a left-out value times a weight does to a sum: bits, and the order does not matter.
+constexpr int32_t kPlusInf = 1, kMinusInf = 2, kNaN = 4, kZeroTimesInf = 8;
+
 // Adds the NaN and inf that stage_values left out to the `rows` rows of out that see them.
 template <class T>
 void add_left_out_values(const LeftOut& left_out, const bool* seen, const StepRows<T>& step, int64_t D, int64_t rows,
                          Scratch<T>& s, Accumulate<T>* out) {
   using A = Accumulate<T>;
-  bool settled[kGroupRows];  // rows that are NaN in every element, and stay so
-  for (int64_t r = 0; r < rows; ++r) {
-    settled[r] = true;
-    for (int64_t d = 0; d < D && settled[r]; d += W<A>) {
-      const Vec<A> sum = load(out + r * s.ld + d), inf = splat(A(kInf));
-      settled[r] = !any_above(sum, -inf) && !any_above(inf, sum);
+  typedef IVec<A> I;
+  const I none{};
+  const Element<T> no_weight{};
+  const Vec<A> inf = splat(A(kInf)), nan = splat(A(__builtin_nanf("")));
+  for (int64_t i = 0; i < left_out.count; ++i) {
+    const T* v = step.v[left_out.keys[i]];
+    for (int64_t d = 0; d < D; d += W<A>) {
+      const Vec<A> x = D - d >= W<A> ? load(v + d) : load_first(v + d, D - d);
+      const I kinds = ((x == inf) & kPlusInf) | ((x == -inf) & kMinusInf) | ((x != x) & kNaN);
+      store(s.left_out_kinds + i * s.ld + d, (Vec<A>)kinds);
     }
   }
-  for (int64_t i = 0; i < left_out.count; ++i) {
-    bool seen_by_any = false;
-    for (int64_t r = 0; r < rows; ++r) seen_by_any |= seen[r * kStep + i] && !settled[r];
-    if (!seen_by_any) continue;
-    const int64_t j = left_out.keys[i];
-    A* value = s.left_out_value;
-    for (int64_t d = 0; d < D; d += W<A>) {
-      const int64_t lanes = min_of<int64_t>(W<A>, D - d);
-      const Vec<A> v = lanes == W<A> ? load(step.v[j] + d) : load_first(step.v[j] + d, lanes);
-      store(value + d, (v - v == Vec<A>{}) ? Vec<A>{} : v);
+  for (int64_t r = 0; r < rows; ++r) {
+    A* sums = out + r * s.ld;
+    bool settled = true;  // NaN in every element, and so it stays
+    for (int64_t d = 0; d < D && settled; d += W<A>) {
+      const Vec<A> sum = load(sums + d);
+      settled = !any_above(sum, -inf) && !any_above(inf, sum);
     }
-    for (int64_t r = 0; r < rows; ++r) {
-      if (!seen[r * kStep + i] || settled[r]) continue;
-      const Vec<A> weight = splat(to_accumulate(s.weights[r * kStep + j]));
-      for (int64_t d = 0; d < D; d += W<A>) {
-        const Vec<A> v = load(value + d), sum = load(out + r * s.ld + d);
-        store(out + r * s.ld + d, (v == Vec<A>{}) ? sum : sum + weight * v);
+    if (settled) continue;
+    const A *weighted[kStep], *zero[kStep];  // kinds of the keys that the row sees, by their weight
+    int64_t weighted_count = 0, zero_count = 0;
+    for (int64_t i = 0; i < left_out.count; ++i) {
+      const bool is_zero = memcmp(s.weights + r * kStep + left_out.keys[i], &no_weight, sizeof no_weight) == 0;
+      weighted[weighted_count] = zero[zero_count] = s.left_out_kinds + i * s.ld;
+      weighted_count += seen[r * kStep + i] && !is_zero;
+      zero_count += seen[r * kStep + i] && is_zero;
+    }
+    const auto add = [&](int64_t d, auto count) {
+      constexpr int N = decltype(count)::value;
+      I kinds[N] = {};
+      for (int64_t i = 0; i < zero_count; ++i)
+        for (int n = 0; n < N; ++n) kinds[n] |= (I)load(zero[i] + d + n * W<A>);
+      for (I& k : kinds) k = (k & kNaN) | (((k & (kPlusInf | kMinusInf)) != none) & kZeroTimesInf);
+      for (int64_t i = 0; i < weighted_count; ++i)
+        for (int n = 0; n < N; ++n) kinds[n] |= (I)load(weighted[i] + d + n * W<A>);
+      for (int n = 0; n < N; ++n) {
+        const I k = kinds[n];
+        Vec<A> sum = load(sums + d + n * W<A>);
+        sum = (k & kPlusInf) != none ? sum + inf : sum;
+        sum = (k & kMinusInf) != none ? sum - inf : sum;
+        sum = (k & kZeroTimesInf) != none ? sum + inf * Vec<A>{} : sum;
+        sum = (k & kNaN) != none ? sum + nan : sum;
+        store(sums + d + n * W<A>, sum);
       }
-    }
+    };
+    int64_t d = 0;
+    for (; d + 4 * W<A> <= s.ld; d += 4 * W<A>) add(d, Constant<4>{});
+    for (; d < D; d += W<A>) add(d, Constant<1>{});
   }
 }
 

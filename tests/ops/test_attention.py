@@ -201,6 +201,19 @@ def test_visible_nan_and_inf_propagate(bad, tk, dtype):
     _like_reference(q, k, v * 0 + bad, causal=True)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 20, 130])
+@pytest.mark.parametrize("head_dim", [7, 72])
+def test_infinities_of_both_signs_and_nan_meet(head_dim, rows, dtype):
+    """In each element of a value another mix of them; a row sees those up to its own key."""
+    q, k, v = (torch.randn(1, n, 1, head_dim).to(dtype) for n in (rows, 140, 140))
+    v[..., 0], v[..., 1] = math.inf, -math.inf
+    v[0, :, 0, 2] = torch.randn(140).sign() * math.inf
+    v[0, -30:, :, 3], v[0, -20:, :, 3] = math.inf, -math.inf
+    v[0, 5, :, 4], v[0, -2, :, 5] = math.nan, math.inf
+    for options in ({}, {"softcap": 3.0}, {"mask": torch.rand(1, 1, rows, 140) < 0.5}):
+        _like_reference(q, k, v, causal=True, **options)
+
+
 def test_large_scores_that_cancel(dtype):
     """All scores equal and huge: the mean, without overflow."""
     q = torch.full((1, 3, 2, 4), 64.0, dtype=dtype)
