@@ -6,9 +6,9 @@ results whose bits depend on a row's own inputs only: not on the batch, the page
 the number of threads. A bad argument raises RuntimeError with one line that names the op, the argument, the rule and
 what it got, before anything is written. `attn_ext.reference` holds the definition of each op.
 
-On a CPU, subnormal numbers of float32 and bfloat16 (below 2^-126) count as 0 in this arithmetic, operands and results,
-whatever `torch.set_flush_denormal` says, which stays as it is. A `scale` or `eps` of that size counts, as do float64 and
-the subnormal numbers of float16; what is only moved, into caches or packed weights, keeps its bits.
+On x86 CPUs, subnormal numbers of float32 and bfloat16 (below 2^-126) count as 0 in this arithmetic, as operands and as
+results, whatever `torch.set_flush_denormal` says, which stays as it is. A `scale` or `eps` of that size counts, and so do
+float64 and the subnormal numbers of float16; what is only moved, into caches or packed weights, keeps its bits.
 
 On a CUDA device there is no float64, and what index tensors hold (slots, positions, block tables, lengths, block pairs)
 is not checked: reading it would make the host wait for the device, and keep the op out of CUDA graphs. The kernels

@@ -1,4 +1,4 @@
-"""Subnormal numbers count as 0 in CPU arithmetic of float32, bfloat16 and float16: the errors that this makes, and what
+"""Subnormal numbers count as 0 in x86 arithmetic of float32, bfloat16 and float16: the errors that this makes, and what
 it leaves alone: float64, bits that are only moved, float16's own subnormal numbers (normal ones of float32), rows of
 normal numbers beside them, and the mode of the threads. Attention over subnormal values is in test_attention.py.
 
