@@ -7,7 +7,7 @@ the number of threads. A bad argument raises RuntimeError with one line that nam
 what it got, before anything is written. `attn_ext.reference` holds the definition of each op.
 
 On x86 CPUs, subnormal numbers of float32 and bfloat16 (below 2^-126) count as 0 in this arithmetic, as operands and as
-results, whatever `torch.set_flush_denormal` says, which stays as it is. A `scale` or `eps` of that size counts, and so do
+results, whatever `torch.set_flush_denormal` says, which stays as it is. A `scale` or `eps` of that size counts; so do
 float64 and the subnormal numbers of float16; what is only moved, into caches or packed weights, keeps its bits.
 
 On a CUDA device there is no float64, and what index tensors hold (slots, positions, block tables, lengths, block pairs)

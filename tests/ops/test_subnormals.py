@@ -6,6 +6,8 @@ All bounds follow from two facts: an operand changes by less than TINY, and so d
 roundings that any other numbers would suffer.
 """
 
+import platform
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,12 @@ from tolerance import assert_same_bits
 import attn_ext
 from attn_ext import reference
 
-pytestmark = pytest.mark.usefixtures("backend")
+
+@pytest.fixture(autouse=True)
+def on_x86(backend):
+    if backend == "cuda" or platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("other processors compute with subnormal numbers at full speed")
+
 
 TINY = 2.0**-126  # the smallest normal number of float32 and bfloat16
 SIZES = [2.0**-149, 2.0**-130, 2.0**-126, 2.0**-118, 2.0**-100]
@@ -110,10 +117,8 @@ def test_merge_attention(size, dtype):
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)
 
 
-def test_results_that_are_subnormal_are_zero(backend):
-    """The same on every CPU backend, in a vector's body and tail."""
-    if backend == "cuda":
-        pytest.skip("GPUs compute with them at full speed")
+def test_results_that_are_subnormal_are_zero():
+    """The same on every backend, in a vector's body and tail."""
     y = attn_ext.linear(torch.full((20, 1), 1e-30), torch.full((37, 1), 1e-10))
     assert_same_bits(y, torch.zeros_like(y))
     y = attn_ext.rms_norm(torch.ones(3, 37), torch.full((37,), 1e-40), 0.0)
@@ -192,8 +197,6 @@ def every(dtype):
 def test_float16_is_exact_whatever_its_size():
     """Read: by each op, as factor and as value. Written: 0.75 x is rounded as torch rounds it."""
     x = every(torch.float16)
-    y = attn_ext.attention(torch.zeros(1, len(x), 1, 64).half(), torch.zeros(1, 1, 1, 64).half(), x[None, None, :1])
-    assert_same_bits(y[0, 0], x[:1] + 0)
     values = x.view(-1, 1, 1, 64)
     assert torch.equal(attn_ext.attention(values * 0, values * 0, values), values)
     for packed in (False, True):
@@ -201,8 +204,8 @@ def test_float16_is_exact_whatever_its_size():
         y = attn_ext.linear(x, attn_ext.pack_weight(weight) if packed else weight)
         assert torch.equal(y, (x.float() * 0.75).half())
     assert torch.equal(attn_ext.linear(torch.eye(64).half(), x[:16]), x[:16].T)
-    one = torch.full((len(x), 1, 1), 100.0)  # lse of the other side: far below
-    assert torch.equal(attn_ext.merge_attention(values, one, values, -one)[0], values)
+    lse = torch.full((len(x), 1, 1), 100.0)  # of one side; the other adds nothing
+    assert torch.equal(attn_ext.merge_attention(values, lse, values, -lse)[0], values)
     smallest = torch.full((1, 4), 2.0**-24).half()
     assert torch.equal(attn_ext.rms_norm(smallest, torch.ones(4).half(), 0.0), torch.ones(1, 4).half())
     mask = torch.tensor([[2.0**-24, 0.0]]).half()
