@@ -9,9 +9,11 @@ namespace {
 
 constexpr int64_t kDepthBlock = 256;  // head_dim summed at a time
 constexpr int64_t kGroupRows = 24;    // query rows whose scores are in L1 at a time
-constexpr int64_t kChunk = 16;        // keys of few query rows between prefetches
+constexpr int64_t kChunk = 16;        // keys that few query rows take at a time
+constexpr int64_t kAhead = 32;        // keys and values are asked for so many keys before few query rows need them
 
-static_assert(kStep % kChunk == 0 && kChunk % W<float> == 0 && kGroupRows % kGemmRows == 0 && kGroupRows >= kFewRows);
+static_assert(kStep % kChunk == 0 && kAhead % kChunk == 0 && kAhead < kStep && kChunk % W<float> == 0 &&
+              kGroupRows % kGemmRows == 0 && kGroupRows >= kFewRows);
 
 // ---------------------------------------------------------------------------------------- scratch of a worker
 
@@ -247,6 +249,46 @@ ATTN_INLINE void sum_depth_blocks(int64_t D, int64_t rows, Accumulate<T>* scores
   }
 }
 
+// Few query rows wait for memory, and the core has room for 16 lines under way. So the rows kAhead keys later are asked
+// for evenly, as many bytes as the products have read, and each row at once: its lines are neighbours in memory. Keys
+// come to L2 that way, and from there to L1 a chunk before they are transposed, which reads 16 rows at a time.
+template <class T>
+struct AskForRows : NothingBetween {
+  const T* const* rows;  // to ask for
+  int64_t left;          // of them
+  int64_t D, row_bytes;
+  int64_t bytes = 0;                    // read, and not asked for yet
+  const T* const* soon_rows = nullptr;  // of the next chunk, as many as a vector has lanes
+  int64_t offset = 0;                   // of the elements that are read
+
+  // The rows kAhead behind chunk j of a step.
+  AskForRows(const T* const (&step)[kStep], int64_t count, const T* const (&next)[kStep], int64_t next_count, int64_t j,
+             int64_t head_dim)
+      : D(head_dim), row_bytes(round_up(head_dim * int64_t(sizeof(T)), 64)) {
+    const bool this_step = j + kAhead < kStep;
+    const int64_t first = this_step ? j + kAhead : j + kAhead - kStep;
+    rows = (this_step ? step : next) + first;
+    left = min_of(kChunk, (this_step ? count : next_count) - first);
+  }
+  ATTN_INLINE void operator()(int64_t read) {
+    bytes += read;
+    while (bytes >= row_bytes && left > 0) {
+      bytes -= row_bytes;
+      ask();
+    }
+  }
+  ATTN_INLINE void line(int64_t i, int row) const {
+    if constexpr (kVectorBytes == 64) __builtin_prefetch(soon_rows[row] + offset + i, 0, 3);
+  }
+  ATTN_INLINE void ask() {
+    prefetch_row<0>(*rows++, D);
+    --left;
+  }
+  ATTN_INLINE void finish() {
+    while (left > 0) ask();
+  }
+};
+
 // The scores of row r of the tile, (columns), become weights; what the row has accumulated is rescaled.
 template <class T>
 ATTN_INLINE void weigh_row(const AttentionParams& p, const Tile& t, int64_t r, int64_t first, int64_t count, bool plain,
@@ -276,10 +318,18 @@ void Scratch<T>::add_step(const AttentionParams& p, const Tile& t, int64_t first
   Scratch& s = *this;
   const bool few = t.rows <= kFewRows;
   const int now = step_first[1] == first;
-  if (step_first[now] != first) step_rows[now].locate(p, t, first);
+  const bool fresh = step_first[now] != first;
+  if (fresh) step_rows[now].locate(p, t, first);
   const StepRows<T>&step = step_rows[now], &next = step_rows[!now];
   step_first[!now] = first + kStep;
   step_rows[!now].locate(p, t, first + kStep);
+  const T* none[W<A>];
+  if (few)
+    for (const T*& row : none) row = step.k[0];
+  if (few && fresh) {
+    step.prefetch_keys(0, kAhead, p.D);
+    step.prefetch_values(0, kAhead, p.D);
+  }
   const bool plain = step_is_plain(p, t, first);
   const bool in_place = few && plain && p.D == ld;  // few rows: widening on the way is cheaper
   const auto key = [&](int64_t j) { return step.k[j]; };
@@ -300,9 +350,19 @@ void Scratch<T>::add_step(const AttentionParams& p, const Tile& t, int64_t first
       if (few) {
         sum_depth_blocks<T>(p.D, rows, to, partial, [&](int64_t d, int64_t depth, A* c) {
           for (int64_t j = 0; j < step.count; j += kChunk) {
-            if (d == 0) next.prefetch_keys(j, j + kChunk, p.D);
             const auto row = [&](int64_t i) { return step.k[j + i] + d; };
-            gemm_transposed<T>(rows, min_of(kChunk, step.count - j), depth, q + d, ld, row, 0, c + j, kStep);
+            AskForRows<T> ahead(step.k, step.count, next.k, next.count, j, p.D);
+            if (d > 0) ahead.left = 0;
+            if (j + 2 * kChunk <= step.count)
+              ahead.soon_rows = step.k + j + kChunk;
+            else if (j + kChunk == kStep && next.count >= kChunk)
+              ahead.soon_rows = next.k;
+            else
+              ahead.soon_rows = none;
+            ahead.offset = d;
+            gemm_transposed_between<T>(rows, min_of(kChunk, step.count - j), depth, q + d, ld, row, ahead, c + j,
+                                       kStep);
+            ahead.finish();
           }
         });
         break;
@@ -322,9 +382,10 @@ void Scratch<T>::add_step(const AttentionParams& p, const Tile& t, int64_t first
       const Element<T>* w = weights + (r - begin) * kStep;
       if (in_place) {
         for (int64_t j = 0; j < kStep; j += kChunk) {
-          next.prefetch_values(j, j + kChunk, p.D);
-          gemm_from_rows<T, true>(
-              end - begin, p.D, kChunk, w + j, kStep, [&](int64_t i) { return step.v[j + i]; }, out, ld);
+          AskForRows<T> ahead(step.v, step.count, next.v, next.count, j, p.D);
+          const auto row = [&](int64_t i) { return step.v[j + i]; };
+          gemm_from_rows<T, true>(end - begin, p.D, kChunk, w + j, kStep, row, ahead, out, ld);
+          ahead.finish();
         }
         break;
       }

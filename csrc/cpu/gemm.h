@@ -12,10 +12,18 @@ namespace {
 inline constexpr int kGemmRows = 6;
 inline constexpr int kGemmVectors = kVectorBytes == 64 ? 4 : 2;
 
+// What a product does between its steps, told how many bytes of B it has read since: nothing, or asking for more.
+struct NothingBetween {
+  ATTN_INLINE void operator()(int64_t) const {}
+  template <class Rows>
+  ATTN_INLINE void square(const Rows&, int64_t) const {}
+  ATTN_INLINE void line(int64_t, int) const {}
+};
+
 // B is given by its vectors: b(i, n) holds step i, columns n W .. n W + W - 1. lda is in elements, `steps` in steps.
-template <class T, int R, int N, bool kAdd, class B>
-ATTN_INLINE void gemm_block(int64_t steps, const Element<T>* a, int64_t lda, const B& b, Accumulate<T>* c,
-                            int64_t ldc) {
+template <class T, int R, int N, bool kAdd, class B, class Between>
+ATTN_INLINE void gemm_block(int64_t steps, const Element<T>* a, int64_t lda, const B& b, Between& between,
+                            Accumulate<T>* c, int64_t ldc) {
   using A = Accumulate<T>;
   Vec<A> acc[R][N] = {};
   if constexpr (kAdd) {
@@ -24,6 +32,7 @@ ATTN_INLINE void gemm_block(int64_t steps, const Element<T>* a, int64_t lda, con
       for (int n = 0; n < N; ++n) acc[r][n] = load(c + r * ldc + n * W<A>);
   }
   for (int64_t i = 0; i < steps; ++i) {
+    between(N * W<A> * Product<T>::kPerStep * int64_t(sizeof(T)));
     Vec<A> bv[N];
     for (int n = 0; n < N; ++n) bv[n] = b(i, n);
     for (int r = 0; r < R; ++r) {
@@ -35,39 +44,39 @@ ATTN_INLINE void gemm_block(int64_t steps, const Element<T>* a, int64_t lda, con
     for (int n = 0; n < N; ++n) store(c + r * ldc + n * W<A>, acc[r][n]);
 }
 
-template <class T, int N, bool kAdd, class B>
-ATTN_INLINE void gemm_rows(int64_t rows, int64_t steps, const Element<T>* a, int64_t lda, const B& b, Accumulate<T>* c,
-                           int64_t ldc) {
+template <class T, int N, bool kAdd, class B, class Between>
+ATTN_INLINE void gemm_rows(int64_t rows, int64_t steps, const Element<T>* a, int64_t lda, const B& b, Between& between,
+                           Accumulate<T>* c, int64_t ldc) {
   int64_t r = 0;
   for (; r + kGemmRows <= rows; r += kGemmRows)
-    gemm_block<T, kGemmRows, N, kAdd>(steps, a + r * lda, lda, b, c + r * ldc, ldc);
+    gemm_block<T, kGemmRows, N, kAdd>(steps, a + r * lda, lda, b, between, c + r * ldc, ldc);
   a += r * lda;
   c += r * ldc;
   switch (rows - r) {
-    case 5: return gemm_block<T, 5, N, kAdd>(steps, a, lda, b, c, ldc);
-    case 4: return gemm_block<T, 4, N, kAdd>(steps, a, lda, b, c, ldc);
-    case 3: return gemm_block<T, 3, N, kAdd>(steps, a, lda, b, c, ldc);
-    case 2: return gemm_block<T, 2, N, kAdd>(steps, a, lda, b, c, ldc);
-    case 1: return gemm_block<T, 1, N, kAdd>(steps, a, lda, b, c, ldc);
+    case 5: return gemm_block<T, 5, N, kAdd>(steps, a, lda, b, between, c, ldc);
+    case 4: return gemm_block<T, 4, N, kAdd>(steps, a, lda, b, between, c, ldc);
+    case 3: return gemm_block<T, 3, N, kAdd>(steps, a, lda, b, between, c, ldc);
+    case 2: return gemm_block<T, 2, N, kAdd>(steps, a, lda, b, between, c, ldc);
+    case 1: return gemm_block<T, 1, N, kAdd>(steps, a, lda, b, between, c, ldc);
   }
 }
 
 // b(i, column) is the vector of step i from that column on; columns is a multiple of W.
-template <class T, bool kAdd, class B>
+template <class T, bool kAdd, class B, class Between>
 ATTN_INLINE void gemm_columns(int64_t rows, int64_t columns, int64_t steps, const Element<T>* a, int64_t lda,
-                              const B& b, Accumulate<T>* c, int64_t ldc) {
+                              const B& b, Between& between, Accumulate<T>* c, int64_t ldc) {
   constexpr int w = W<Accumulate<T>>;
   int64_t n = 0;
   const auto from_n = [&](int64_t i, int v) { return b(i, n + v * w); };
   for (; n + kGemmVectors * w <= columns; n += kGemmVectors * w)
-    gemm_rows<T, kGemmVectors, kAdd>(rows, steps, a, lda, from_n, c + n, ldc);
+    gemm_rows<T, kGemmVectors, kAdd>(rows, steps, a, lda, from_n, between, c + n, ldc);
   if constexpr (kGemmVectors == 4) {
     if (n + 2 * w <= columns) {
-      gemm_rows<T, 2, kAdd>(rows, steps, a, lda, from_n, c + n, ldc);
+      gemm_rows<T, 2, kAdd>(rows, steps, a, lda, from_n, between, c + n, ldc);
       n += 2 * w;
     }
   }
-  for (; n < columns; n += w) gemm_rows<T, 1, kAdd>(rows, steps, a, lda, from_n, c + n, ldc);
+  for (; n < columns; n += w) gemm_rows<T, 1, kAdd>(rows, steps, a, lda, from_n, between, c + n, ldc);
 }
 
 // B (steps, columns) packed: one lane of the accumulation type a step and column, row stride ldb.
@@ -76,7 +85,8 @@ __attribute__((noinline)) void gemm(int64_t rows, int64_t columns, int64_t steps
                                     const Accumulate<T>* b, int64_t ldb, Accumulate<T>* c, int64_t ldc) {
   if (kAdd && steps == 0) return;
   const auto packed = [&](int64_t i, int64_t n) { return load(b + i * ldb + n); };
-  gemm_columns<T, kAdd>(rows, columns, steps, a, lda, packed, c, ldc);
+  NothingBetween between;
+  gemm_columns<T, kAdd>(rows, columns, steps, a, lda, packed, between, c, ldc);
 }
 
 // ------------------------------------------------------------------------------------------ B given by its rows
@@ -95,11 +105,11 @@ ATTN_INLINE Vec<Accumulate<T>> step_of_rows(const Row& row, int64_t i, int64_t n
 }
 
 // Rows are read where they are; k is a whole number of steps.
-template <class T, bool kAdd, class Row>
+template <class T, bool kAdd, class Row, class Between>
 ATTN_INLINE void gemm_from_rows(int64_t rows, int64_t columns, int64_t k, const Element<T>* a, int64_t lda,
-                                const Row& row, Accumulate<T>* c, int64_t ldc) {
+                                const Row& row, Between& between, Accumulate<T>* c, int64_t ldc) {
   const auto b = [&](int64_t i, int64_t n) { return step_of_rows<T>(row, i, n); };
-  gemm_columns<T, kAdd>(rows, columns, k / Product<T>::kPerStep, a, lda, b, c, ldc);
+  gemm_columns<T, kAdd>(rows, columns, k / Product<T>::kPerStep, a, lda, b, between, c, ldc);
 }
 
 // ------------------------------------------------------------------------------- B given by its columns (B^T)
@@ -165,11 +175,12 @@ ATTN_INLINE void pack_transposed(int64_t columns, int64_t k, const Row& row, Acc
 // The most rows of A for which transposing B in registers beats packing it.
 inline constexpr int kFewRows = kVectorBytes == 64 ? 8 : 4;
 
-template <class T, int R, class Row>
+// Beside what `between` is told in every product, it hears of each square of rows, and W times within it, evenly.
+template <class T, int R, class Row, class Between>
 ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Element<T>* a, int64_t lda, const Row& row,
-                                      int64_t ahead, Accumulate<T>* c, int64_t ldc) {
+                                      Between& between, Accumulate<T>* c, int64_t ldc) {
   using A = Accumulate<T>;
-  constexpr int depth = Square<T>::kDepth, per_step = Product<T>::kPerStep;
+  constexpr int depth = Square<T>::kDepth, per_step = Product<T>::kPerStep, steps = Square<T>::kSteps;
   for (int64_t n = 0; n < columns; n += W<A>) {
     const RowGroup<T, Row> group(n, columns, row);
     Vec<A> acc[R] = {};
@@ -180,10 +191,14 @@ ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Element<
     };
     int64_t i = 0;
     for (; i + depth <= k; i += depth) {
-      if (ahead != 0)
-        for (const T* from : group.rows) __builtin_prefetch(from + i + ahead, 0, 2);
+      between.square(group.rows, i);
       const Square<T> square(group.rows, i, depth);
-      for (int d = 0; d < Square<T>::kSteps; ++d) add(square, i, d);
+#pragma GCC unroll 32
+      for (int d = 0; d < steps; ++d) {  // unrolled, the square stays in registers
+        add(square, i, d);
+        if (d % max_of(1, steps / 4) == 0) between(W<A> * kVectorBytes / 4);
+        if (d % (steps / W<A>) == 0) between.line(i, d / (steps / W<A>));
+      }
     }
     if (i < k) {
       const Square<T> square(group.rows, i, k - i);
@@ -194,13 +209,14 @@ ATTN_INLINE void gemm_transposed_rows(int64_t columns, int64_t k, const Element<
 }
 
 // C (rows <= kFewRows, columns) = A B with B^T given by its rows: the sums of pack_transposed and gemm, to the bit.
-// Columns up to the next multiple of W<A> are written. What lies `ahead` elements behind an element of B is asked for
-// with it, unless that is 0.
-template <class T, class Row>
-__attribute__((noinline)) void gemm_transposed(int64_t rows, int64_t columns, int64_t k, const Element<T>* a,
-                                               int64_t lda, const Row& row, int64_t ahead, Accumulate<T>* c,
-                                               int64_t ldc) {
-  const auto run = [&](auto r) { gemm_transposed_rows<T, decltype(r)::value>(columns, k, a, lda, row, ahead, c, ldc); };
+// Columns up to the next multiple of W<A> are written.
+template <class T, class Row, class Between>
+__attribute__((noinline)) void gemm_transposed_between(int64_t rows, int64_t columns, int64_t k, const Element<T>* a,
+                                                       int64_t lda, const Row& row, Between& between, Accumulate<T>* c,
+                                                       int64_t ldc) {
+  const auto run = [&](auto r) {
+    gemm_transposed_rows<T, decltype(r)::value>(columns, k, a, lda, row, between, c, ldc);
+  };
   switch (rows) {
     case 1: return run(Constant<1>{});
     case 2: return run(Constant<2>{});
@@ -215,6 +231,23 @@ __attribute__((noinline)) void gemm_transposed(int64_t rows, int64_t columns, in
       case 8: return run(Constant<8>{});
     }
   }
+}
+
+// The same, and what lies `ahead` elements behind each row of a square is asked for before it, unless that is 0.
+struct AskAhead : NothingBetween {
+  int64_t ahead;
+  template <class Rows>
+  ATTN_INLINE void square(const Rows& rows, int64_t i) const {
+    if (ahead != 0)
+      for (const auto* from : rows) __builtin_prefetch(from + i + ahead, 0, 2);
+  }
+};
+
+template <class T, class Row>
+ATTN_INLINE void gemm_transposed(int64_t rows, int64_t columns, int64_t k, const Element<T>* a, int64_t lda,
+                                 const Row& row, int64_t ahead, Accumulate<T>* c, int64_t ldc) {
+  AskAhead between{{}, ahead};
+  gemm_transposed_between<T>(rows, columns, k, a, lda, row, between, c, ldc);
 }
 
 }  // namespace
