@@ -4,6 +4,10 @@
 // that was packed when it was loaded is a row of such panels, so that the columns of a panel stream through memory in
 // the order in which they are used. Lanes of 16-bit elements are pairs, elements 2 i and 2 i + 1 of k: AVX512-BF16
 // multiplies them as they are; elsewhere a line is two steps, parted and widened as it is read, or once per task.
+//
+// A few rows of A are read where they are. More of them are packed too, in slices: a slice is (steps, kSliceRows
+// lanes), so that one pointer serves a register block, and rows whose stride is a power of two do not meet in one set
+// of the cache.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -17,9 +21,9 @@ inline constexpr int kPanel = 16;  // columns of a panel: of the layout, on ever
 template <class T>
 inline constexpr int kPerLane = sizeof(T) == 2 ? 2 : 1;
 
-// A line as it lies in a packed weight of T, when kWidened is false; or lanes of the accumulation type.
-template <class T, bool kWidened>
-inline constexpr int kStepsPerLine = kWidened ? 1 : kPerLane<T> / Product<T>::kPerStep;
+// Steps of a line: of one as it lies in a packed weight of T, or of lanes as they are multiplied with many rows.
+template <class T, bool kMany>
+inline constexpr int kStepsPerLine = kMany ? 1 : kPerLane<T> / Product<T>::kPerStep;
 
 // Register block: at most this many vectors of sums, of 32 registers with AVX-512 and 16 elsewhere.
 inline constexpr int kSums = kVectorBytes == 64 ? 24 : 12;
@@ -27,7 +31,9 @@ template <class T>
 inline constexpr int kVectorsPerPanel = kPanel / W<Accumulate<T>>;
 inline constexpr int kMostPanels = 4;
 template <class T>
-inline constexpr int kMostRows = kSums / kVectorsPerPanel<T> / (kVectorBytes == 64 ? 2 : 1);
+inline constexpr int kBlockRows = kSums / kVectorsPerPanel<T> / (kVectorBytes == 64 ? kMostPanels : 1);
+template <class T>
+inline constexpr int kSliceRows = kBlockRows<T> * (kVectorBytes == 64 ? 2 : 1);  // they are packed by whole vectors
 
 // Lines of a packed weight are asked for this far ahead (4 KB), into the L2 cache: memory takes as long as some hundred
 // multiplications, and the L1 cache has room for fewer outstanding requests.
@@ -66,48 +72,78 @@ ATTN_INLINE void widen_pairs<f16>(Vec<float> pairs, Vec<float> (&steps)[2]) {  /
 }
 #endif
 
-template <class T, bool kWidened, int R, int N>
+// Elements between the steps of a slice.
+template <class T>
+inline constexpr int kSliceStep = kSliceRows<T> * Product<T>::kPerStep;
+
+// C (R, N panels) = or += A B. A: rows `lda` apart, or with kMany those of a slice.
+template <class T, bool kMany, int R, int N>
 ATTN_INLINE void panel_block(int64_t lines, const Element<T>* a, int64_t lda, const Panels<T>& b, Accumulate<T>* c,
                              int64_t ldc, bool accumulate) {
   using A = Accumulate<T>;
-  constexpr int vectors = kVectorsPerPanel<T>, steps = kStepsPerLine<T, kWidened>;
+  constexpr int vectors = kVectorsPerPanel<T>, steps = kStepsPerLine<T, kMany>, per_step = Product<T>::kPerStep;
   Vec<A> sum[R][N * vectors] = {};
   // A pointer for every 4 rows, which gcc must take as it is: from one pointer it makes so many offsets that some lie
-  // in vector registers, and fetching them takes turns from the multiply-adds.
-  constexpr int kRowsPerPointer = 4;
-  const Element<T>* left[ceil_div(R, kRowsPerPointer)];
-  for (int g = 0; g < ceil_div(R, kRowsPerPointer); ++g) {
-    left[g] = a + g * kRowsPerPointer * lda;
-    asm("" : "+r"(left[g]));
-  }
-  const auto multiply = [&](int64_t i) {
+  // in vector registers, and fetching them takes turns from the multiply-adds. A slice needs one.
+  constexpr int kRowsPerPointer = kMany ? R : 4;
+  constexpr int kPointers = ceil_div(R, kRowsPerPointer);
+  const Element<T>* left[kPointers];
+  for (int g = 0; g < kPointers; ++g) left[g] = a + g * kRowsPerPointer * lda;
+  const A* right[N];
+  for (int n = 0; n < N; ++n) right[n] = b.base + n * b.stride;
+  const auto advance = [&](int line) __attribute__((always_inline)) {
+    for (auto& rows : left) {
+      rows += line * steps * (kMany ? kSliceStep<T> : per_step);
+      asm("" : "+r"(rows));
+    }
+    for (auto& panel : right) {
+      panel += line * kPanel;
+      asm("" : "+r"(panel));
+    }
+  };
+  const auto multiply = [&](int i) __attribute__((always_inline)) {  // line i from the pointers on
     Vec<A> line[N * vectors][steps];
     for (int v = 0; v < N * vectors; ++v) {
-      const Vec<A> lanes = load(b.base + v / vectors * b.stride + i * kPanel + v % vectors * W<A>);
+      const Vec<A> lanes = load(right[v / vectors] + i * kPanel + v % vectors * W<A>);
       if constexpr (steps == 2)
         widen_pairs<T>(lanes, line[v]);
       else
         line[v][0] = lanes;
     }
     for (int s = 0; s < steps; ++s) {
+      const int step = i * steps + s;
       for (int r = 0; r < R; ++r) {
-        const Vec<A> av =
-            Product<T>::broadcast(left[r / kRowsPerPointer] + r % kRowsPerPointer * lda + s * Product<T>::kPerStep);
+        const Element<T>* at = kMany ? left[0] + step * kSliceStep<T> + r * per_step
+                                     : left[r / kRowsPerPointer] + r % kRowsPerPointer * lda + step * per_step;
+        const Vec<A> av = Product<T>::broadcast(at);
         for (int v = 0; v < N * vectors; ++v) sum[r][v] = Product<T>::add(av, line[v][s], sum[r][v]);
       }
     }
-    for (auto& rows : left) rows += steps * Product<T>::kPerStep;
   };
-  if (!kWidened && b.rest > 0) {
-    for (int64_t i = 0; i < lines; ++i) {
+  advance(0);
+  int64_t i = 0;
+  if (b.rest > 0) {
+    for (; i < lines; ++i) {
       // Past the end of a panel, whose neighbour is multiplied beside it, go to the panel that will follow it.
       const int64_t line = i + kPrefetchLines;
       const A* ahead = b.base + line * kPanel + (line < b.rest ? 0 : (N - 1) * b.stride);
       for (int n = 0; n < N; ++n) __builtin_prefetch(ahead + n * b.stride, 0, 2);
-      multiply(i);
+      multiply(0);
+      advance(1);
     }
   } else {
-    for (int64_t i = 0; i < lines; ++i) multiply(i);
+    // Several lines between steps of the pointers, which take turns from the multiply-adds.
+    for (; i + 4 <= lines; i += 4) {
+      multiply(0);
+      multiply(1);
+      multiply(2);
+      multiply(3);
+      advance(4);
+    }
+    for (; i < lines; ++i) {
+      multiply(0);
+      advance(1);
+    }
   }
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < N * vectors; ++v) {
@@ -117,45 +153,51 @@ ATTN_INLINE void panel_block(int64_t lines, const Element<T>* a, int64_t lda, co
   }
 }
 
-template <class T, bool kWidened, int R>
+template <class T, bool kMany, int R>
 __attribute__((noinline)) void panel_rows(int64_t panels, int64_t lines, const Element<T>* a, int64_t lda,
                                           const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate) {
   constexpr int N = panels_of_rows<T>(R);
   int64_t p = 0;
   const auto from_p = [&] { return Panels<T>{b.base + p * b.stride, b.stride, b.rest}; };
-  for (; p + N <= panels; p += N)
-    panel_block<T, kWidened, R, N>(lines, a, lda, from_p(), c + p * kPanel, ldc, accumulate);
+  for (; p + N <= panels; p += N) panel_block<T, kMany, R, N>(lines, a, lda, from_p(), c + p * kPanel, ldc, accumulate);
   if constexpr (N == 4) {
     if (p + 2 <= panels) {
-      panel_block<T, kWidened, R, 2>(lines, a, lda, from_p(), c + p * kPanel, ldc, accumulate);
+      panel_block<T, kMany, R, 2>(lines, a, lda, from_p(), c + p * kPanel, ldc, accumulate);
       p += 2;
     }
   }
   if constexpr (N > 1)
-    if (p < panels) panel_block<T, kWidened, R, 1>(lines, a, lda, from_p(), c + p * kPanel, ldc, accumulate);
+    if (p < panels) panel_block<T, kMany, R, 1>(lines, a, lda, from_p(), c + p * kPanel, ldc, accumulate);
 }
 
-// Calls panel_rows for `rows` <= kMostRows.
-template <class T, bool kWidened, int R>
+// Calls panel_rows for `rows` <= R.
+template <class T, bool kMany, int R>
 ATTN_INLINE void panel_rows_of(int64_t rows, int64_t panels, int64_t lines, const Element<T>* a, int64_t lda,
                                const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate) {
   if constexpr (R > 0) {
     if (rows == R)
-      panel_rows<T, kWidened, R>(panels, lines, a, lda, b, c, ldc, accumulate);
+      panel_rows<T, kMany, R>(panels, lines, a, lda, b, c, ldc, accumulate);
     else
-      panel_rows_of<T, kWidened, R - 1>(rows, panels, lines, a, lda, b, c, ldc, accumulate);
+      panel_rows_of<T, kMany, R - 1>(rows, panels, lines, a, lda, b, c, ldc, accumulate);
   }
 }
 
-// C (rows, 16 panels) = or += A B, over `lines` lines of each panel. After each block of rows: done(row, rows).
-template <class T, bool kWidened, class Done>
-ATTN_INLINE void gemm_panels(int64_t rows, int64_t panels, int64_t lines, const Element<T>* a, int64_t lda,
-                             const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate, const Done& done) {
-  for (int64_t r = 0; r < rows; r += kMostRows<T>) {
-    const int64_t count = min_of<int64_t>(kMostRows<T>, rows - r);
-    const Panels<T> block{b.base, b.stride, r == 0 ? b.rest : 0};
-    panel_rows_of<T, kWidened, kMostRows<T>>(count, panels, lines, a + r * lda, lda, block, c + r * ldc, ldc,
-                                             accumulate);
+// C (rows <= kFewRows, 16 panels) = or += A B, over `lines` lines of each panel; rows of A are `lda` apart.
+template <class T>
+ATTN_INLINE void gemm_few(int64_t rows, int64_t panels, int64_t lines, const Element<T>* a, int64_t lda,
+                          const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate) {
+  panel_rows_of<T, false, kFewRows>(rows, panels, lines, a, lda, b, c, ldc, accumulate);
+}
+
+// The same for more rows, in slices `slice` elements apart. After each block of rows: done(row, rows).
+template <class T, class Done>
+ATTN_INLINE void gemm_many(int64_t rows, int64_t panels, int64_t lines, const Element<T>* a, int64_t slice,
+                           const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate, const Done& done) {
+  for (int64_t r = 0; r < rows; r += kBlockRows<T>) {
+    const int64_t count = min_of<int64_t>(kBlockRows<T>, rows - r);
+    const Element<T>* block = a + r / kSliceRows<T> * slice + r % kSliceRows<T> * Product<T>::kPerStep;
+    const Panels<T> right{b.base, b.stride, r == 0 ? b.rest : 0};
+    panel_rows_of<T, true, kBlockRows<T>>(count, panels, lines, block, 0, right, c + r * ldc, ldc, accumulate);
     done(r, count);
   }
 }

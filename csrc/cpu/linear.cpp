@@ -15,6 +15,7 @@ constexpr int64_t kDepthBlock = 256;              // k summed in registers befor
 constexpr int64_t kChunk = kMostPanels * kPanel;  // columns multiplied at a time: a group of linear
 constexpr int64_t kFewColumns = kPanel;  // ... of a plain weight and few rows: its rows are read from end to end
 constexpr int64_t kTaskRows = 384;       // rows of a task: preparing W costs 1/384 of a multiplication each
+constexpr int64_t kRowsAhead = 12;       // rows of y are asked for before they are summed
 constexpr int64_t kFewTaskRows = 48;     // ... where that leaves workers without a task, but no fewer
 
 // Columns n .. n + columns - 1 of the product. With a packed weight sums begin at the panel that holds n.
@@ -48,6 +49,64 @@ struct Plan {
   }
 };
 
+// Rows of x as the product takes them. A few: row-major. More: (depth blocks, slices, kSlice), see gemm_packed.h; a
+// slice is written in whole vectors, which end up to kGap elements behind it.
+template <class T>
+struct Rows {
+  static constexpr int64_t kSlice = kDepthBlock * kSliceRows<T>;
+  static constexpr int64_t kGap = W<Accumulate<T>> * Product<T>::kPerStep;
+  static_assert(kSliceRows<T> <= W<Accumulate<T>>);
+
+  int64_t first = -1, count;  // rows of x that are here
+  const Element<T>* x;
+  int64_t stride;  // of a row, or of a depth block
+
+  bool few() const { return count <= kFewRows; }
+  const Element<T>* from(int64_t k0) const { return few() ? x + k0 : x + k0 / kDepthBlock * stride; }
+
+  // Used as they are where products take elements of x, and a row has a whole number of steps.
+  static bool in_place(const LinearParams& p) {
+    return sizeof(T) == sizeof(Element<T>) && p.K % Product<T>::kPerStep == 0;
+  }
+  static int64_t padded_k(const LinearParams& p) { return round_up(p.K, 64 / int64_t(sizeof(Element<T>))); }
+  static int64_t block_stride(int64_t rows) { return ceil_div(rows, kSliceRows<T>) * kSlice + kGap; }
+  static int64_t elements(const LinearParams& p, int64_t rows) {
+    const int64_t row_major = in_place(p) ? 0 : min_of<int64_t>(rows, kFewRows) * padded_k(p);
+    return max_of(row_major, rows > kFewRows ? ceil_div(p.K, kDepthBlock) * block_stride(rows) : 0);
+  }
+
+  // Rows m .. m + rows - 1, with `memory` for them.
+  void take(const LinearParams& p, int64_t m, int64_t rows, Element<T>* memory) {
+    if (first == m) return;
+    first = m;
+    count = rows;
+    x = memory;
+    const T* from = static_cast<const T*>(p.x) + m * p.x_stride;
+    if (!few()) {
+      stride = block_stride(count);
+      for (int64_t r = 0; r < count; r += kSliceRows<T>) {
+        for (int64_t k0 = 0; k0 < p.K; k0 += kDepthBlock) {
+          Element<T>* slice = memory + k0 / kDepthBlock * stride + r / kSliceRows<T> * kSlice;
+          pack_transposed<T>(
+              min_of<int64_t>(kSliceRows<T>, count - r), min_of(kDepthBlock, p.K - k0),
+              [&](int64_t i) { return from + (r + i) * p.x_stride + k0; }, reinterpret_cast<Accumulate<T>*>(slice),
+              kSliceRows<T>);
+        }
+      }
+      return;
+    }
+    if constexpr (sizeof(T) == sizeof(Element<T>)) {
+      if (in_place(p)) {
+        x = from;
+        stride = p.x_stride;
+        return;
+      }
+    }
+    stride = padded_k(p);
+    for (int64_t r = 0; r < count; ++r) convert_row(from + r * p.x_stride, p.K, memory + r * stride);
+  }
+};
+
 // Scratch of one worker.
 template <class T>
 struct Scratch {
@@ -55,45 +114,17 @@ struct Scratch {
   A* panels;      // (kDepthBlock, kChunk): a part of W in the form in which it is multiplied
   A* few;         // (kFewRows, kChunk): sums of one depth block
   A* total;       // (rows, total_stride): sums of a group
-  Element<T>* x;  // (rows, x_stride), unless x can be used in place
-  int64_t x_stride;
+  Element<T>* x;  // the rows of x, unless they are few and can be used in place: see Rows
 
-  // x is used as it is where products take its elements, and it has a whole number of steps.
-  static bool in_place(const LinearParams& p) {
-    return sizeof(T) == sizeof(Element<T>) && p.K % Product<T>::kPerStep == 0;
-  }
-  static int64_t padded_k(const LinearParams& p) { return round_up(p.K, 64 / int64_t(sizeof(Element<T>))); }
   static int64_t bytes(const LinearParams& p, const Plan& plan) {
     const int64_t sums = kDepthBlock * kChunk + kFewRows * kChunk + plan.rows * plan.total_stride;
-    const int64_t elements = in_place(p) ? 0 : plan.rows * padded_k(p);
-    return round_up(sums * int64_t(sizeof(A)) + elements * int64_t(sizeof(Element<T>)), 64);
+    return round_up(sums * int64_t(sizeof(A)) + Rows<T>::elements(p, plan.rows) * int64_t(sizeof(Element<T>)), 64);
   }
-  Scratch(char* memory, const LinearParams& p, const Plan& plan) : x_stride(padded_k(p)) {
+  Scratch(char* memory, const Plan& plan) {
     panels = reinterpret_cast<A*>(memory);
     few = panels + kDepthBlock * kChunk;
     total = few + kFewRows * kChunk;
     x = reinterpret_cast<Element<T>*>(total + plan.rows * plan.total_stride);
-  }
-};
-
-// Rows of x as the product takes them.
-template <class T>
-struct Rows {
-  const Element<T>* x;
-  int64_t stride, count;
-
-  Rows(const LinearParams& p, int64_t m, int64_t count, const Scratch<T>& scratch) : count(count) {
-    const T* from = static_cast<const T*>(p.x) + m * p.x_stride;
-    if constexpr (sizeof(T) == sizeof(Element<T>)) {
-      if (Scratch<T>::in_place(p)) {
-        x = from;
-        stride = p.x_stride;
-        return;
-      }
-    }
-    for (int64_t r = 0; r < count; ++r) convert_row(from + r * p.x_stride, p.K, scratch.x + r * scratch.x_stride);
-    x = scratch.x;
-    stride = scratch.x_stride;
   }
 };
 
@@ -106,13 +137,20 @@ void add_packed(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t 
   const int64_t lines = depth / kPerLane<T>, panel_stride = p.K / kPerLane<T> * kPanel;
   const Panels<T> packed{static_cast<const A*>(p.weight) + p0 * panel_stride + k0 / kPerLane<T> * kPanel, panel_stride,
                          (p.K - k0) / kPerLane<T>};
-  if (kStepsPerLine<T, false> == 1 || rows.count <= kFewRows)
-    return gemm_panels<T, false>(rows.count, panels, lines, rows.x + k0, rows.stride, packed, to, stride, k0 > 0, done);
-  if constexpr (kStepsPerLine<T, false> == 2) {
+  if (rows.few()) {
+    gemm_few<T>(rows.count, panels, lines, rows.from(k0), rows.stride, packed, to, stride, k0 > 0);
+    return done(0, rows.count);
+  }
+  const auto multiply = [&](int64_t steps, const Panels<T>& b) {
+    gemm_many<T>(rows.count, panels, steps, rows.from(k0), Rows<T>::kSlice, b, to, stride, k0 > 0, done);
+  };
+  if constexpr (kStepsPerLine<T, false> == 1) {
+    multiply(lines, packed);
+  } else {
     const Panels<T> widened{scratch.panels, kDepthBlock * kPanel, 0};
     for (int64_t i = 0; i < panels; ++i)
       widen_panel<T>(lines, packed.base + i * packed.stride, scratch.panels + i * widened.stride);
-    gemm_panels<T, true>(rows.count, panels, depth, rows.x + k0, rows.stride, widened, to, stride, k0 > 0, done);
+    multiply(depth, widened);
   }
 }
 
@@ -123,9 +161,9 @@ void add_plain(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t d
   using A = Accumulate<T>;
   const T* weight = static_cast<const T*>(p.weight) + n * p.weight_stride + k0;
   const auto row = [&](int64_t i) { return weight + i * p.weight_stride; };
-  if (rows.count <= kFewRows) {
+  if (rows.few()) {
     const int64_t ahead = kFewColumns * p.weight_stride;  // the next columns, at the same k
-    gemm_transposed<T>(rows.count, valid, depth, rows.x + k0, rows.stride, row, ahead, scratch.few, kChunk);
+    gemm_transposed<T>(rows.count, valid, depth, rows.from(k0), rows.stride, row, ahead, scratch.few, kChunk);
     for (int64_t r = 0; r < rows.count; ++r) {
       A* total = to + r * stride;
       const A* few = scratch.few + r * kChunk;
@@ -139,8 +177,8 @@ void add_plain(const LinearParams& p, const Rows<T>& rows, int64_t k0, int64_t d
     pack_transposed<T>(
         min_of<int64_t>(kPanel, valid - c), depth, [&](int64_t i) { return row(c + i); },
         scratch.panels + c / kPanel * panels.stride, kPanel);
-  gemm_panels<T, true>(rows.count, ceil_div(valid, kPanel), ceil_div(depth, Product<T>::kPerStep), rows.x + k0,
-                       rows.stride, panels, to, stride, k0 > 0, done);
+  gemm_many<T>(rows.count, ceil_div(valid, kPanel), ceil_div(depth, Product<T>::kPerStep), rows.from(k0),
+               Rows<T>::kSlice, panels, to, stride, k0 > 0, done);
 }
 
 // scratch.total = the rows times the columns of the group. done(row, rows) follows the last sum of these rows, while
@@ -154,8 +192,8 @@ void multiply(const LinearParams& p, const Plan& plan, const Rows<T>& rows, cons
     return done(0, rows.count);
   }
   // Few rows wait for memory: panels, or rows of W, that are multiplied beside each other are read from end to end.
-  const bool few = rows.count <= kFewRows;
-  const int64_t chunk = !few ? kChunk : p.packed ? panels_of_rows<T>(rows.count) * kPanel : kFewColumns;
+  const int64_t few_chunk = p.packed ? panels_of_rows<T>(rows.count) * kPanel : kFewColumns;
+  const int64_t chunk = rows.few() ? few_chunk : panels_of_rows<T>(kBlockRows<T>) * kPanel;
   for (int64_t c = 0; c < group.padded; c += chunk) {
     for (int64_t k0 = 0; k0 < p.K; k0 += kDepthBlock) {
       const int64_t depth = min_of(kDepthBlock, p.K - k0);
@@ -180,10 +218,11 @@ void for_each_row(const LinearParams& p, int64_t group_columns, const Launch& la
   const int64_t bytes = Scratch<T>::bytes(p, plan);
   Queue queue{0, plan.tasks};
   run_parallel<Accumulate<T>>(launch, plan.tiny ? 1 : plan.tasks, [&](int worker) {
-    const Scratch<T> scratch(launch.workspace + worker * bytes, p, plan);
+    const Scratch<T> scratch(launch.workspace + worker * bytes, plan);
+    Rows<T> rows;
     for (int64_t task; queue.take(task);) {
       const int64_t m = task / plan.ranges * plan.rows, first = task % plan.ranges * plan.groups_per_task;
-      const Rows<T> rows(p, m, min_of(plan.rows, p.M - m), scratch);
+      rows.take(p, m, min_of(plan.rows, p.M - m), scratch.x);
       for (int64_t g = first; g < min_of(plan.groups, first + plan.groups_per_task); ++g) {
         const int64_t n = g * group_columns;
         const Group group(p, n, min_of(group_columns, p.N - n));
@@ -206,8 +245,8 @@ template <class T>
 void linear_of(const LinearParams& p, const Launch& launch) {
   for_each_row<T>(p, kChunk, launch, [&](Accumulate<T>* sums, int64_t m, const Group& group) {
     // Rows of y lie pages apart: those of the next register block are fetched while it is summed.
-    if (m + kMostRows<T> < p.M) {
-      const T* later = static_cast<const T*>(p.y) + (m + kMostRows<T>)*p.y_stride + group.n;
+    if (m + kRowsAhead < p.M) {
+      const T* later = static_cast<const T*>(p.y) + (m + kRowsAhead) * p.y_stride + group.n;
       for (int64_t c = 0; c < group.columns; c += 64 / int64_t(sizeof(T))) __builtin_prefetch(later + c, 1, 3);
     }
     finish_linear_rows<T>(p, m, 1, group.n, group.columns, sums, 0);
