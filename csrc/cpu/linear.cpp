@@ -15,8 +15,9 @@ constexpr int64_t kDepthBlock = 256;              // k summed in registers befor
 constexpr int64_t kChunk = kMostPanels * kPanel;  // columns multiplied at a time: a group of linear
 constexpr int64_t kFewColumns = kPanel;  // ... of a plain weight and few rows: its rows are read from end to end
 constexpr int64_t kTaskRows = 384;       // rows of a task: preparing W costs 1/384 of a multiplication each
-constexpr int64_t kRowsAhead = 12;       // rows of y are asked for before they are summed
-constexpr int64_t kFewTaskRows = 48;     // ... where that leaves workers without a task, but no fewer
+constexpr int64_t kTaskElements = kTaskRows * 4096;  // of x, at most where that leaves kFewTaskRows rows
+constexpr int64_t kRowsAhead = 12;                   // rows of y are asked for before they are summed
+constexpr int64_t kFewTaskRows = 48;                 // ... where that leaves workers without a task, but no fewer
 
 // Columns n .. n + columns - 1 of the product. With a packed weight sums begin at the panel that holds n.
 struct Group {
@@ -38,7 +39,8 @@ struct Plan {
   Plan(const LinearParams& p, int64_t group_columns, int workers) : group_columns(group_columns) {
     groups = ceil_div(p.N, group_columns);
     const int64_t enough = min_of(ceil_div(8 * workers, groups), ceil_div(p.M, kFewTaskRows));
-    const int64_t blocks = max_of(ceil_div(p.M, kTaskRows), enough);
+    const int64_t most = max_of(kFewTaskRows, min_of(kTaskRows, kTaskElements / max_of<int64_t>(p.K, 1)));
+    const int64_t blocks = max_of(ceil_div(p.M, most), enough);
     rows = min_of(p.M, round_up(ceil_div(p.M, blocks), 12));  // 12: whole register blocks
     row_blocks = ceil_div(p.M, rows);
     tiny = p.M * p.N < 256 || p.M * p.N * p.K < 65536;
