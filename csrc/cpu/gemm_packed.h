@@ -5,7 +5,7 @@
 // the order in which they are used. Lanes of 16-bit elements are pairs, elements 2 i and 2 i + 1 of k: AVX512-BF16
 // multiplies them as they are; elsewhere a line is two steps, parted and widened as it is read, or once per task.
 //
-// A few rows of A are read where they are. More of them are packed too, in slices: a slice is (steps, kSliceRows
+// A few rows of A are read where they are. More of them are packed too, in slices: a slice is (steps, kBlockRows
 // lanes), so that one pointer serves a register block, and rows whose stride is a power of two do not meet in one set
 // of the cache.
 #pragma once
@@ -31,9 +31,7 @@ template <class T>
 inline constexpr int kVectorsPerPanel = kPanel / W<Accumulate<T>>;
 inline constexpr int kMostPanels = 4;
 template <class T>
-inline constexpr int kBlockRows = kSums / kVectorsPerPanel<T> / (kVectorBytes == 64 ? kMostPanels : 1);
-template <class T>
-inline constexpr int kSliceRows = kBlockRows<T> * (kVectorBytes == 64 ? 2 : 1);  // they are packed by whole vectors
+inline constexpr int kBlockRows = kSums / kVectorsPerPanel<T> / (kVectorBytes == 64 ? 2 : 1);
 
 // Lines of a packed weight are asked for this far ahead (4 KB), into the L2 cache: memory takes as long as some hundred
 // multiplications, and the L1 cache has room for fewer outstanding requests.
@@ -74,7 +72,7 @@ ATTN_INLINE void widen_pairs<f16>(Vec<float> pairs, Vec<float> (&steps)[2]) {  /
 
 // Elements between the steps of a slice.
 template <class T>
-inline constexpr int kSliceStep = kSliceRows<T> * Product<T>::kPerStep;
+inline constexpr int kSliceStep = kBlockRows<T> * Product<T>::kPerStep;
 
 // C (R, N panels) = or += A B. A: rows `lda` apart, or with kMany those of a slice.
 template <class T, bool kMany, int R, int N>
@@ -195,7 +193,7 @@ ATTN_INLINE void gemm_many(int64_t rows, int64_t panels, int64_t lines, const El
                            const Panels<T>& b, Accumulate<T>* c, int64_t ldc, bool accumulate, const Done& done) {
   for (int64_t r = 0; r < rows; r += kBlockRows<T>) {
     const int64_t count = min_of<int64_t>(kBlockRows<T>, rows - r);
-    const Element<T>* block = a + r / kSliceRows<T> * slice + r % kSliceRows<T> * Product<T>::kPerStep;
+    const Element<T>* block = a + r / kBlockRows<T> * slice;
     const Panels<T> right{b.base, b.stride, r == 0 ? b.rest : 0};
     panel_rows_of<T, true, kBlockRows<T>>(count, panels, lines, block, 0, right, c + r * ldc, ldc, accumulate);
     done(r, count);

@@ -55,9 +55,9 @@ struct Plan {
 // slice is written in whole vectors, which end up to kGap elements behind it.
 template <class T>
 struct Rows {
-  static constexpr int64_t kSlice = kDepthBlock * kSliceRows<T>;
+  static constexpr int64_t kSlice = kDepthBlock * kBlockRows<T>;
   static constexpr int64_t kGap = W<Accumulate<T>> * Product<T>::kPerStep;
-  static_assert(kSliceRows<T> <= W<Accumulate<T>>);
+  static_assert(kBlockRows<T> <= W<Accumulate<T>>);
 
   int64_t first = -1, count;  // rows of x that are here
   const Element<T>* x;
@@ -71,7 +71,7 @@ struct Rows {
     return sizeof(T) == sizeof(Element<T>) && p.K % Product<T>::kPerStep == 0;
   }
   static int64_t padded_k(const LinearParams& p) { return round_up(p.K, 64 / int64_t(sizeof(Element<T>))); }
-  static int64_t block_stride(int64_t rows) { return ceil_div(rows, kSliceRows<T>) * kSlice + kGap; }
+  static int64_t block_stride(int64_t rows) { return ceil_div(rows, kBlockRows<T>) * kSlice + kGap; }
   static int64_t elements(const LinearParams& p, int64_t rows) {
     const int64_t row_major = in_place(p) ? 0 : min_of<int64_t>(rows, kFewRows) * padded_k(p);
     return max_of(row_major, rows > kFewRows ? ceil_div(p.K, kDepthBlock) * block_stride(rows) : 0);
@@ -86,13 +86,13 @@ struct Rows {
     const T* from = static_cast<const T*>(p.x) + m * p.x_stride;
     if (!few()) {
       stride = block_stride(count);
-      for (int64_t r = 0; r < count; r += kSliceRows<T>) {
+      for (int64_t r = 0; r < count; r += kBlockRows<T>) {
         for (int64_t k0 = 0; k0 < p.K; k0 += kDepthBlock) {
-          Element<T>* slice = memory + k0 / kDepthBlock * stride + r / kSliceRows<T> * kSlice;
+          Element<T>* slice = memory + k0 / kDepthBlock * stride + r / kBlockRows<T> * kSlice;
           pack_transposed<T>(
-              min_of<int64_t>(kSliceRows<T>, count - r), min_of(kDepthBlock, p.K - k0),
+              min_of<int64_t>(kBlockRows<T>, count - r), min_of(kDepthBlock, p.K - k0),
               [&](int64_t i) { return from + (r + i) * p.x_stride + k0; }, reinterpret_cast<Accumulate<T>*>(slice),
-              kSliceRows<T>);
+              kBlockRows<T>);
         }
       }
       return;
