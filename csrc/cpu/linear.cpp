@@ -12,7 +12,7 @@ namespace attn_ext::ATTN_EXT_ISA {
 namespace {
 
 constexpr int64_t kDepthBlock = 256;              // k summed in registers before it joins the total
-constexpr int64_t kChunk = kMostPanels * kPanel;  // columns multiplied at a time: a group of linear
+constexpr int64_t kChunk = kMostPanels * kPanel;  // columns of a group of linear
 constexpr int64_t kFewColumns = kPanel;  // ... of a plain weight and few rows: its rows are read from end to end
 constexpr int64_t kTaskRows = 384;       // rows of a task: preparing W costs 1/384 of a multiplication each
 constexpr int64_t kTaskElements = kTaskRows * 4096;  // of x, at most where that leaves kFewTaskRows rows
