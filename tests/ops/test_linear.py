@@ -282,3 +282,15 @@ def test_nan_in_multiply_stays_in_its_element(dtype):
     assert out[2, 36].isnan()
     out[2, 36] = clean[2, 36]
     assert_same_bits(out, clean)
+
+
+def test_long_rows_in_several_tasks(dtype, cpu):
+    """Rows so long that a task takes few of them, in slices over many depth blocks: each is the row alone."""
+    x, weight = torch.randn(110, 33002).to(dtype), torch.randn(16, 33002).to(dtype)
+    out = attn_ext.linear(x, weight)
+    assert_same_bits(attn_ext.linear(x, attn_ext.pack_weight(weight)), out)
+    for row in (0, 47, 48, 59, 109):
+        assert_same_bits(attn_ext.linear(x[row : row + 1], weight), out[row : row + 1])
+    exact, plain = _exact_and_plain(x, weight, None)
+    terms = (x.double().abs() @ weight.double().abs().T).max().item()
+    assert_as_accurate_as_torch(out, exact, plain, terms=terms, what="linear of long rows")
